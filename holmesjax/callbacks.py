@@ -11,7 +11,7 @@ import numpy as np
 
 from holmesjax.errors import ConfigError, HolmesError
 
-Numbers = Mapping[str, Any]  # by name: numbers, or arrays with one number
+NumbersByName = Mapping[str, Any]  # by name: numbers, or arrays with one number
 REAL = "biufV"  # kinds of dtypes of real numbers; V: bfloat16 and its like
 MAX_NAME = 100  # characters of the name of a number
 
@@ -37,7 +37,7 @@ class Callback:
     def before_step(self, trainer: Any, step: int) -> None:
         """Called before step number `step` is dispatched; the first is 1."""
 
-    def after_step(self, trainer: Any, step: int, numbers: Numbers) -> Numbers | None:
+    def after_step(self, trainer: Any, step: int, numbers: NumbersByName) -> NumbersByName | None:
         """Called when the step is dispatched.
 
         Args:
@@ -50,7 +50,7 @@ class Callback:
           Metrics of one's own, by name.
         """
 
-    def on_validation(self, trainer: Any, step: int, losses: Numbers) -> Numbers | None:
+    def on_validation(self, trainer: Any, step: int, losses: NumbersByName) -> NumbersByName | None:
         """Called after a validation, with the arrays of its step.
 
         Args:
@@ -90,10 +90,10 @@ class Callbacks:
     def before_step(self, step: int) -> None:
         self._call("before_step", step)
 
-    def after_step(self, step: int, numbers: Numbers) -> dict[str, Any]:
+    def after_step(self, step: int, numbers: NumbersByName) -> dict[str, Any]:
         return self._call("after_step", step, MappingProxyType(numbers))
 
-    def on_validation(self, step: int, losses: Numbers) -> dict[str, Any]:
+    def on_validation(self, step: int, losses: NumbersByName) -> dict[str, Any]:
         return self._call("on_validation", step, MappingProxyType(losses))
 
     def saved(self, step: int, path: Path) -> None:

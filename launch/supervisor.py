@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax.checkpoints import committed, manifest, resume, second_reading
+from holmesjax.checkpoints import committed, committing, manifest, resume, second_reading
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
@@ -352,7 +353,9 @@ class Supervisor:
                 resume=start.step,
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
-                is_saving=Due(config.checkpoint, begun=lambda step: self._saves.begun(step)),
+                is_saving=SaveSchedule(
+                    config.checkpoint, begun=lambda step: self._saves.begun(step)
+                ),
                 progress=progress,
                 allow=computing.permitted(job.run_dir, self._unlike),
             ) as controller,
@@ -446,7 +449,7 @@ class Supervisor:
         """Takes events until all processes have ended; returns the number of steps done."""
         job, say = self._job, recorder.console.print
         data: dict[str, str] = {}  # filled before there is anything to commit
-        commit = functools.partial(self._resumed.commit, data=data, owner=self._lease)
+        commit = functools.partial(committing.commit, self._resumed, data=data, owner=self._lease)
         retention, count = self._keeps(say), len(job.plan.stages)
         self._saves = Saves(job.run_dir, count, commit, retention, say, alarm.committed)
         alarm.attach(self._saves.outstanding, say)

@@ -224,41 +224,6 @@ class Start:
             raise LostDataError.of(error) from None  # a file may be cut for a moment
         return [f"  {change}"]
 
-    def commit(
-        self,
-        step: int,
-        arrays: dict[str, dict[str, Any]],
-        files: manifest.Files,
-        *,
-        data: Mapping[str, str],
-        owner: Lease | None = None,
-    ) -> None:
-        """Makes a checkpoint of the parts that all stages have written after a step.
-
-        Args:
-          step: optimizer steps done.
-          arrays, files, data: for `manifest.commit`.
-          owner: of the run; the commit is taken back where the run turns out to be another's.
-        """
-        config = self.job.config
-        after = config.train.sequences_after
-        left_out = skipped_data.sequences(self.skipped, self.step, step)
-        commit = functools.partial(
-            manifest.commit,
-            self.job.run_dir,
-            step,
-            sequences=self.sequences + after(step) - after(self.step) + left_out,
-            settings=settings(self.job),
-            data=data,
-            plan_hash=self.job.plan.hash(),
-            arrays=arrays,
-            files=files,
-        )
-        if owner is None:
-            commit()
-        else:
-            owner.act(commit, lambda: manifest.withdraw(self.job.run_dir, step))
-
 
 def find(
     job: Job,
@@ -314,7 +279,7 @@ def find(
                 found=", ".join(map(str, never)),
                 fix=f"use the {what}'s own settings, or another run.dir",
             )
-    _refuse_useless(start)
+    _refuse_useless_permissions(start)
     check()
     # Before the first step nothing has been done that another setting would have done otherwise.
     start.permit([change for change in changes if change.name in allowable and start.step])
@@ -348,7 +313,7 @@ def roll_back(
     )
 
 
-def _refuse_useless(start: Start) -> None:
+def _refuse_useless_permissions(start: Start) -> None:
     """Raises ConfigError where `allow` names what has not changed, or may change without it."""
     useful = {change.name for change in start.changes} & set(_allowable(start.job))
     used = {entry.name for entry in _allowed(start.job.run_dir)}  # by a start before this one

@@ -315,11 +315,11 @@ def test_every_damaged_file_is_noticed(tmp_path):
 def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path, monkeypatch):
     """Wherever it is: arrays are restored as they were written, or not at all."""
     monkeypatch.setattr(manifest, "SMALL_BYTES", 0)
-    stages = make_chunks(SMALL, hand_made_plan((1,), 1, 1))
-    write_states(tmp_path, SMALL, stages, (10,))
+    chunks = make_chunks(SMALL, hand_made_plan((1,), 1, 1))
+    write_states(tmp_path, SMALL, chunks, (10,))
     [found] = manifest.find(tmp_path)
     large = [name for name, what in found.manifest["files"].items() if not what["sha256"]]
-    want = random_states(stages)
+    want = random_states(chunks)
     num_noticed = 0
     for name in large:
         path = found.path / name
@@ -329,7 +329,7 @@ def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path,
         path.write_bytes(flipped)
         manifest.verify(found)
         try:
-            states = restoring.restore(found, stages)
+            states = restoring.restore(found, chunks)
         except DamagedError:
             num_noticed += 1
         else:  # it is in what no array is read from
@@ -341,7 +341,7 @@ def test_a_flipped_byte_of_a_large_file_is_noticed_by_whoever_reads_it(tmp_path,
     begin, end = whole.size // 4, whole.size // 2  # numbers of arrays, whatever else is there
     path.write_bytes(np.r_[whole[:begin], ~whole[begin:end], whole[end:]].tobytes())
     with pytest.raises(DamagedError, match="its arrays cannot be read"):
-        restoring.restore(found, stages)
+        restoring.restore(found, chunks)
 
 
 def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
@@ -452,15 +452,15 @@ def test_other_arrays_are_refused_before_any_is_read(tmp_path, other, monkeypatc
     write(tmp_path)
     [found] = manifest.find(tmp_path)
     model = dataclasses.replace(SMALL, **other)
-    stages = make_chunks(model, hand_made_plan((model.num_layers,), 2, 1))
+    chunks = make_chunks(model, hand_made_plan((model.num_layers,), 2, 1))
     monkeypatch.setattr(restoring, "_restore_tree", lambda *_: pytest.fail("something is read"))
     saved, wanted = (
         {key: f"{x.dtype}{list(x.shape)}".replace(" ", "") for key, x in arrays.items()}
-        for arrays in (found_arrays(found), restoring.flatten(stages[0].state_shapes))
+        for arrays in (found_arrays(found), restoring.flatten(chunks[0].state_shapes))
     )
     differ = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
     for read in (
-        lambda: restoring.restore(found, stages),
+        lambda: restoring.restore(found, chunks),
         lambda: restoring.restore_params(found, model),
     ):
         with pytest.raises(CheckpointError) as error:
@@ -498,12 +498,12 @@ def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, c
 
 def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
     """One cannot be begun, one fails on its way; each is told of, with its own step."""
-    stages = make_chunks(make_model(num_layers=2), hand_made_plan((1, 1), 1, 1))
-    states, told = random_states(stages), []
+    chunks = make_chunks(make_model(num_layers=2), hand_made_plan((1, 1), 1, 1))
+    states, told = random_states(chunks), []
     note = lambda step, *rest: told.append((step, rest[0] if len(rest) == 1 else "saved"))
     (tmp_path / manifest.FOLDER).mkdir()
     (tmp_path / manifest.FOLDER / "step_00000001").touch()
-    with writing.Writer(tmp_path, stages, note, note) as writer:
+    with writing.Writer(tmp_path, chunks, note, note) as writer:
         for step in (1, 2, 3, 4):
             with files_of_at_most(20_000) if step == 3 else contextlib.nullcontext():
                 writer.save(step, states)

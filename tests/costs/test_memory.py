@@ -190,8 +190,8 @@ def test_a_compiled_step_of_one_microbatch_has_no_room_for_gradients_of_its_own(
     temporaries = []
     for microbatches in (1, 2):
         plan = hand_made_plan((2,), 1, 1, microbatches=microbatches)
-        [stage] = make_chunks(model, plan)
-        program = compile_whole_step(stage, evaluates=False)["step"]
+        [chunk] = make_chunks(model, plan)
+        program = compile_whole_step(chunk, evaluates=False)["step"]
         temporaries.append(program.memory_analysis().temp_size_in_bytes)
     shape = dataclasses.replace(SHAPE, sequences=plan.global_batch // 2)
     gradients = memory.stage_memory_bytes(model, shape)["gradients"]

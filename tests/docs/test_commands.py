@@ -110,7 +110,7 @@ OTHERS = {
 # Python that needs more than a run, and the tests that run it.
 PYTHON_ELSEWHERE = {
     "docs/api.md": "test_documents.py",
-    "docs/checkpoints.md": "checkpoints/test_checkpoint.py",
+    "docs/checkpoints.md": "checkpoints/test_restoring.py",
     "docs/extending.md": "toys/test_page.py",
     "docs/extending_models.md": "models/test_added_family.py",
     "docs/extending_training.md": "data/test_random_access.py",

@@ -14,7 +14,7 @@ from holmesjax.config import Fp8Config, OptimizerConfig
 from holmesjax.costs.products import layer_products, train_flop
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.distinct_kinds import kinds
-from holmesjax.layer_specs.kind import Numbers
+from holmesjax.layer_specs.kind import PerToken
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params, merged
@@ -172,21 +172,21 @@ def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
     cuBLAS has no other products of fp8 on Hopper: XLA would transpose an operand before each. XLA
     lets it add up fast where the precision is DEFAULT.
     """
-    stage, _ = make_chunks(MODEL, hand_made_plan((1, 1), 1, 1, **cut), dtype="bfloat16")
-    fixed, replicas, batch = stage.state_shapes.fixed, replica_shapes(stage), batch_shapes(stage)
-    forward = functools.partial(microbatch.forward, stage)
+    chunk, _ = make_chunks(MODEL, hand_made_plan((1, 1), 1, 1, **cut), dtype="bfloat16")
+    fixed, replicas, batch = chunk.state_shapes.fixed, replica_shapes(chunk), batch_shapes(chunk)
+    forward = functools.partial(microbatch.forward, chunk)
     dy, _, saved = jax.eval_shape(forward, fixed, replicas, None, batch)
-    backward = functools.partial(microbatch.backward, stage, weight=None)
-    held = fixed, replicas, saved, gradient_shapes(stage)
+    backward = functools.partial(microbatch.backward, chunk, weight=None)
+    held = fixed, replicas, saved, gradient_shapes(chunk)
     text_of = lambda run, *args: jax.jit(run).lower(*args).as_text()
-    gather = text_of(stage.gather, stage.state_shapes.params)
+    gather = text_of(chunk.gather, chunk.state_shapes.params)
     texts = [text_of(forward, fixed, replicas, None, batch), text_of(backward, *held, dy)]
     again = 6 * ("remat" in cut)  # a backward does not read the result of `down`
     for text, counts in zip(texts, [(7, 0), (again, 14)], strict=True):
         found = Counter((*own[:2], *sorted(own[2:])) for own in FP8_DOT.findall(text))
         assert found == +Counter(dict(zip(PRODUCTS, counts, strict=True)))
         assert not re.search(r"transpose .*xf8", text)
-    weights = [own for own in stage.held["block_000"].values() if isinstance(own, ops.Coded)]
+    weights = [own for own in chunk.held["block_000"].values() if isinstance(own, ops.Coded)]
     shapes = ["x".join(map(str, own.shape)) for w in weights for own in (w.codes, w.transposed)]
     assert len(weights) == 7
     coded = lambda text: Counter(re.findall(r"convert .* -> tensor<(\w+)xf8E4M3FN>", text))
@@ -211,7 +211,7 @@ def test_costs_know_fp8():
     assert {own.dtype for own in layer_products(block, 8)} == {"float8"}
     assert {own.dtype for own in layer_products(kinds(MODEL).head, 8)} == {""}
     assert train_flop(MODEL, 8) == train_flop(plain, 8)
-    assert block.kept == dataclasses.replace(before.kept, codes=Numbers(2 * MODEL.width))
+    assert block.kept == dataclasses.replace(before.kept, codes=PerToken(2 * MODEL.width))
     assert block.size() - before.size() == 4 * HISTORY
 
 
@@ -222,8 +222,8 @@ def trained(model):
     """Losses of some steps on text, on one device."""
     plan = hand_made_plan((2,), 1, 1)
     config = OptimizerConfig(learning_rate=1e-2, schedule="constant")
-    [stage] = make_chunks(model, plan, config=config, dtype="bfloat16")
-    runner = make_runner(plan, [stage], evaluates=False)
+    [chunk] = make_chunks(model, plan, config=config, dtype="bfloat16")
+    runner = make_runner(plan, [chunk], evaluates=False)
     states, clock, losses = runner.init(SEED), Clock(1), []
     random, length = np.random.default_rng(0), model.context_length
     text = np.frombuffer(TEXT, np.uint8).astype(np.int32)

@@ -87,8 +87,8 @@ def test_what_trains_trains_as_with_all_and_the_rest_stays(model, plan):
 
 @pytest.mark.parametrize("model", [ENDS, TIED], ids=["ends", "tied"])
 def test_the_planner_knows_what_trains(model):
-    [stage] = make_chunks(model, hand_made_plan((2,), 1, 1))
-    shapes, items = stage.state_shapes, memory.stage_memory_bytes(model, shape_of())
+    [chunk] = make_chunks(model, hand_made_plan((2,), 1, 1))
+    shapes, items = chunk.state_shapes, memory.stage_memory_bytes(model, shape_of())
     num_bytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     assert items["parameters"] == items["gradients"] == num_bytes(shapes.params)
     assert items["optimizer"] == num_bytes((shapes.opt_state.mu, shapes.opt_state.nu))

@@ -207,20 +207,20 @@ def num_bytes(tree):
 
 
 def test_the_planner_knows_unlike_ranks():
-    [stage] = make_chunks(UNLIKE, hand_made_plan((2,), 1, 1))
+    [chunk] = make_chunks(UNLIKE, hand_made_plan((2,), 1, 1))
     one, other = kinds(UNLIKE).blocks
     of_stage = memory.stage_memory_bytes(UNLIKE, shape_of(blocks=(1, 1)))
-    shapes = stage.state_shapes
+    shapes = chunk.state_shapes
     assert of_stage["parameters"] == num_bytes(shapes.params)
     assert of_stage["replicas"] == num_bytes((shapes.params, shapes.fixed))
     assert one.size() - other.size() == 2 * (32 + 32)  # the query's rank is 2 less
 
 
 def test_the_planner_knows_that_nothing_else_trains():
-    [stage] = make_chunks(LLAMA, plan := hand_made_plan((2,), 1, 1))
+    [chunk] = make_chunks(LLAMA, plan := hand_made_plan((2,), 1, 1))
     assert len(plan.stages) == 1
     of_stage = memory.stage_memory_bytes(LLAMA, shape_of())
-    shapes = stage.state_shapes
+    shapes = chunk.state_shapes
     assert of_stage["parameters"] == of_stage["gradients"] == num_bytes(shapes.params)
     assert of_stage["optimizer"] == num_bytes((shapes.opt_state.mu, shapes.opt_state.nu))
     assert of_stage["replicas"] == num_bytes((shapes.params, shapes.fixed))

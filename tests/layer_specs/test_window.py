@@ -56,8 +56,8 @@ def textbook_loss(params, inputs):
 
 
 def textbook_step():
-    [stage] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
-    params = jax.tree.map(np.asarray, stage.init(SEED).params)
+    [chunk] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
+    params = jax.tree.map(np.asarray, chunk.init(SEED).params)
     with jax.numpy_rank_promotion("allow"):
         return jax.jit(jax.value_and_grad(textbook_loss))(params, step_inputs(MICROBATCH, 0))
 

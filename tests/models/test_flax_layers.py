@@ -86,8 +86,8 @@ def test_a_step_on_cut_stages_is_that_of_flax_on_one_device():
 def test_products_in_bfloat16_keep_no_copy_of_a_weight():
     """linen casts and reshapes its kernels; copies for each microbatch would be refused."""
     plan = hand_made_plan((2,), 1, 1, microbatches=2)
-    [stage] = make_chunks(MODEL, plan, dtype="bfloat16")
-    compile_chunks([stage])
+    [chunk] = make_chunks(MODEL, plan, dtype="bfloat16")
+    compile_chunks([chunk])
 
 
 class Counting(nn.Module):

@@ -101,8 +101,8 @@ def test_a_device_draws_its_own_part_alone():
     model = make_model(num_layers=1, width=16, num_heads=1, module=f"{__name__}:wide")
     forget()
     plan = hand_made_plan((1,), 2, 2, fsdp=2)
-    [stage] = make_chunks(model, plan)
-    shapes = stage.state_shapes.params["block_000"]
+    [chunk] = make_chunks(model, plan)
+    shapes = chunk.state_shapes.params["block_000"]
     where = jax.tree.map(lambda x: x.sharding, shapes)
     own = jax.jit(lambda: draw(model, "block_000", SEED, where), out_shardings=where)
     used = own.lower().compile().memory_analysis()

@@ -101,8 +101,8 @@ GRADIENT = jax.jit(jax.grad(plain_loss), static_argnums=1)
 
 def steps_on_one_device(model, config, num_sequences):
     """Parameters after each step, and their average."""
-    [stage] = make_chunks(model, hand_made_plan((model.num_layers,), 1, 1))
-    params = jax.tree.map(np.asarray, stage.init(SEED).params)
+    [chunk] = make_chunks(model, hand_made_plan((model.num_layers,), 1, 1))
+    params = jax.tree.map(np.asarray, chunk.init(SEED).params)
     optimizer = optax_of(config)
     state = optimizer.init(params)
     average = params
@@ -164,8 +164,8 @@ def test_memory_and_updates_are_those_of_what_an_optimizer_keeps(name, ema_decay
     function = "tests.own_models:signs" if RULES[name].takes_function else None
     config = OptimizerConfig(name=name, learning_rate=1.0, function=function, ema_decay=ema_decay)
     model = make_model(**FACTORED)
-    [stage] = make_chunks(model, hand_made_plan((2,), 1, 1), config=config)
-    state = stage.state_shapes
+    [chunk] = make_chunks(model, hand_made_plan((2,), 1, 1), config=config)
+    state = chunk.state_shapes
     held = sum(x.size * 4 for x in jax.tree.leaves((state.opt_state, state.average)) if x.shape)
     shape = shape_of(num_blocks=2, is_first=True, is_last=True, kept=kept(config))
     assert memory.stage_memory_bytes(model, shape)["optimizer"] == held
@@ -199,11 +199,11 @@ def test_the_rate_that_is_logged_is_the_one_that_moved_the_parameters():
 
 def test_a_state_of_other_shapes_is_our_mistake():
     """Optax's Adafactor's, say: it is not elementwise."""
-    stage = make_chunks(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
-    factored = make_optimizer(CONFIGS["sgd"], 10, stage.statements)
+    chunk = make_chunks(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
+    factored = make_optimizer(CONFIGS["sgd"], 10, chunk.statements)
     factored = dataclasses.replace(factored, direction=optax.scale_by_factored_rms())
     with pytest.raises(AssertionError, match="not elementwise"):
-        factored.shardings(stage.state_shapes.params, stage.mesh)
+        factored.shardings(chunk.state_shapes.params, chunk.mesh)
 
 
 @pytest.mark.parametrize(

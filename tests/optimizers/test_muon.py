@@ -102,14 +102,14 @@ def test_directions_are_those_of_optax_where_both_take_a_matrix():
 def test_cut_matrices_are_orthogonalised_whole(data, tensor, fsdp, context):
     """Five matrices on eight devices, or of each kind that a block has; parts apart are another."""
     plan = hand_made_plan((3,), data, tensor, fsdp=fsdp, context=context)
-    [stage] = make_chunks(MODEL, plan, config=CONFIG)
-    for name, stated in stage.statements["block_000"].items():
+    [chunk] = make_chunks(MODEL, plan, config=CONFIG)
+    for name, stated in chunk.statements["block_000"].items():
         if not getattr(stated, "matrix", 0):
             continue
-        where = sharding.master_sharding(stated, stage.mesh)
+        where = sharding.master_sharding(stated, chunk.mesh)
         arrays = [normal(i, *stated.shape) for i in range(5)]
         placed = [jax.device_put(x, where) for x in arrays]
-        run = jax.jit(lambda xs, stated=stated: orthogonalized(xs, stated, stage.mesh))
+        run = jax.jit(lambda xs, stated=stated: orthogonalized(xs, stated, chunk.mesh))
         rows = int(np.prod(stated.shape[: stated.matrix]))
         for x, got in zip(arrays, run(placed), strict=True):
             assert got.sharding.is_equivalent_to(where, got.ndim), name
@@ -122,10 +122,10 @@ def test_cut_matrices_are_orthogonalised_whole(data, tensor, fsdp, context):
 @pytest.mark.parametrize("data, tensor, fsdp", [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_each_device_holds_what_the_memory_says(data, tensor, fsdp):
     plan = hand_made_plan((3,), data, tensor, fsdp=fsdp)
-    [stage] = make_chunks(MODEL, plan, config=CONFIG)
+    [chunk] = make_chunks(MODEL, plan, config=CONFIG)
     cuts = {"data": data, "tensor": tensor, "fsdp": fsdp}
     shape = shape_of(num_blocks=3, kept=RULES["muon"].kept(CONFIG), **cuts)
-    found = bytes_on_a_device(stage.state_shapes.opt_state) - 4  # of a count
+    found = bytes_on_a_device(chunk.state_shapes.opt_state) - 4  # of a count
     assert found == memory.stage_memory_bytes(MODEL, shape)["optimizer"]
 
 

@@ -78,7 +78,7 @@ def pairs_in_groups(shape):
 
 
 def price_of(cost, pairs, seats, weights):
-    """The definition, for devices on the nodes `member_records`: the slowest pair of any group counts."""
+    """The definition, for devices on the nodes `seats`: the slowest pair of any group counts."""
     return sum(
         weight * max((cost[seats[m], seats[n]] for m, n in axis_pairs), default=0.0)
         for weight, axis_pairs in zip(weights, pairs, strict=True)

@@ -117,13 +117,13 @@ def test_a_replica_computes_as_one_alone(is_first):
 def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
     """The model has 4 heads of width 12 and a width of 30, on 4 replicas."""
     programs = compiled(4, width=30, num_kv_heads=4, head_dim=12)
-    mesh = programs.stage.mesh
+    mesh = programs.chunk.mesh
     cut = 4 * (4 * 30 * 4 * 12)  # bytes of q, k, v, out
     gathers = over(Axis.DATA, programs.table[ProgramKey("forward", True)], mesh)
     assert gathers == [("all-gather", cut)] * NUM_BLOCKS
     reductions = over(Axis.DATA, programs.table[ProgramKey("backward", True)], mesh)
     assert [x for x in reductions if x[0] != "all-reduce"] == [("reduce-scatter", cut)] * NUM_BLOCKS
-    assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.stage)
+    assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.chunk)
 
 
 def first_forward(stage):

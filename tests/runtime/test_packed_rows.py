@@ -56,10 +56,10 @@ PACKED, ALONE = make_batches()
 @functools.cache
 def runner_of(positions, name="one", **changes):
     plan = PLANS[name]
-    stages = make_chunks(make_model(num_layers=2, positions=positions), plan, mask=True)
+    chunks = make_chunks(make_model(num_layers=2, positions=positions), plan, mask=True)
     restarts = positions == "learned"
-    stages = [dataclasses.replace(s, **{"restarts_positions": restarts, **changes}) for s in stages]
-    return make_runner(plan, stages)
+    chunks = [dataclasses.replace(s, **{"restarts_positions": restarts, **changes}) for s in chunks]
+    return make_runner(plan, chunks)
 
 
 def losses_of(runner, inputs, pieces):

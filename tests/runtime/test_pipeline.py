@@ -186,10 +186,10 @@ VARIANTS = {
 
 
 def saved_bytes(remat, dtype="float32"):
-    [stage] = make_chunks(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
-    batch = {name: x for name, x in step_inputs(MICROBATCH, 0).items() if name in stage.inputs}
-    replicas = jax.eval_shape(stage.gather, stage.state_shapes.params)
-    run = lambda r, b: microbatch.forward(stage, stage.state_shapes.fixed, r, None, b)
+    [chunk] = make_chunks(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
+    batch = {name: x for name, x in step_inputs(MICROBATCH, 0).items() if name in chunk.inputs}
+    replicas = jax.eval_shape(chunk.gather, chunk.state_shapes.params)
+    run = lambda r, b: microbatch.forward(chunk, chunk.state_shapes.fixed, r, None, b)
     *_, saved = jax.eval_shape(run, replicas, batch)
     return sum(x.size * x.dtype.itemsize for x in saved.arrays), saved, replicas
 
@@ -283,7 +283,7 @@ def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
             super().offer(key, array)
 
     first, last = noted(first, "forward"), noted(last, "gather", "backward", "reduce")
-    transport = Noting(local_targets([first.stage, last.stage]))
+    transport = Noting(local_targets([first.chunk, last.chunk]))
     runner = Pipeline(plan, [first, last], transport)
     clock = Clock(2)
     runner.train_step(
@@ -320,9 +320,9 @@ def test_stages_of_several_processes_run_their_tasks_in_the_order_of_the_schedul
 ):
     """In one process a W may come early; what a task gives is the same."""
     plan, programs = two_stages("zero_bubble")
-    transport = Late(local_targets([p.stage for p in programs]))
+    transport = Late(local_targets([p.chunk for p in programs]))
     with monkeypatch.context() as patch:
-        for mesh in {p.stage.mesh for p in programs}:  # where a mesh of an earlier test keeps it
+        for mesh in {p.chunk.mesh for p in programs}:  # where a mesh of an earlier test keeps it
             patch.setitem(vars(mesh), "is_multi_process", shared)
         runner = Pipeline(plan, programs, transport)
     watched = Watched()
@@ -428,11 +428,11 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
     """In steps and validations; results are what they are without a limit. None: one stage."""
     split = (1,) if schedule is None else (1, 1)
     plan = hand_made_plan(split, 1, 1, microbatches=MOST + 2, schedule=schedule or "1f1b")
-    stages = make_chunks(make_model(num_layers=len(split)), plan)
+    chunks = make_chunks(make_model(num_layers=len(split)), plan)
     if schedule is None:
-        make = functools.partial(WholeStep, compile_whole_step(stages[0]))
+        make = functools.partial(WholeStep, compile_whole_step(chunks[0]))
     else:
-        make = functools.partial(in_one_process, plan, compile_chunks(stages))
+        make = functools.partial(in_one_process, plan, compile_chunks(chunks))
     free, made = make(), []
     slow = lambda: made.append(Slow()) or made[-1]
     monkeypatch.setattr(pipeline, "TasksAhead", slow)
@@ -449,7 +449,7 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
 
 def test_what_crosses_the_link_is_counted():
     plan, programs = two_stages()
-    runner, model, clock = in_one_process(plan, programs), programs[0].stage.model, Clock(2)
+    runner, model, clock = in_one_process(plan, programs), programs[0].chunk.model, Clock(2)
     runner.train_step(
         runner.init(SEED), put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
     )

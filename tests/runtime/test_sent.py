@@ -48,9 +48,9 @@ def gathers_otherwise(programs) -> bool:
     sequences to one along the width. The XLA of JAX 0.12 gathers the whole, of which it warns
     ("Involuntary full rematerialization"); that of 0.10 has an all-to-all.
     """
-    stage = programs.stage
-    is_cut = stage.num_parts > 1 and stage.mesh.shape[Axis.TENSOR] > 1
-    return jax.__version_info__ >= (0, 11) and stage.is_first and is_cut and not programs.is_split
+    chunk = programs.chunk
+    is_cut = chunk.num_parts > 1 and chunk.mesh.shape[Axis.TENSOR] > 1
+    return jax.__version_info__ >= (0, 11) and chunk.is_first and is_cut and not programs.is_split
 
 
 def shape_of(stage) -> StageShape:
@@ -106,7 +106,7 @@ def check_microbatch(programs):
 
     XLA:CPU sums gradients with all-reduces of whole arrays, and keeps a part of each.
     """
-    stage, model = programs.stage, programs.stage.model
+    stage, model = programs.chunk, programs.chunk.model
     mesh, shape, parts = stage.mesh, shape_of(stage), parameter_axes(stage.mesh)
     own = lambda name: [p for key, p in programs.table.items() if key.function == name]
     forward = [total_sent([program], mesh) for program in own("forward")]
@@ -136,7 +136,7 @@ def check_microbatch(programs):
 
 def check_step(programs):
     """Each layer crosses `data` once a step, as one array, and in no other program."""
-    stage, shape = programs.stage, shape_of(programs.stage)
+    stage, shape = programs.chunk, shape_of(programs.chunk)
     found = {key: over(Axis.DATA, program, stage.mesh) for key, program in programs.table.items()}
     if stage.is_last:  # the losses of the replicas
         assert found.pop(ProgramKey("total_loss", False)) == [("all-reduce", 4)] * (shape.data > 1)
@@ -155,7 +155,7 @@ def check_step(programs):
 
 def check_whole_step(programs):
     """One program gathers again in its backward."""
-    stage, parts = programs.stage, parameter_axes(programs.stage.mesh)
+    stage, parts = programs.chunk, parameter_axes(programs.chunk.mesh)
     total = sent(programs["step"].as_text(), stage.mesh)
     assert total["all-gather", parts] == 4 * sum(parameters_sent(stage)[:2])
 
@@ -178,11 +178,11 @@ def test_codes_of_fp8_are_gathered_as_they_are(remat):
     fp8 = Fp8Config(history=3, exclude_down=True)
     model = make_model(num_layers=2, norm="rms_norm", activation="swiglu", fp8=fp8)
     plan = hand_made_plan((1, 1), 1, 1, fsdp=2, microbatches=2, remat=remat)
-    stage, _ = make_chunks(model, plan)
-    [programs] = compile_chunks([stage])
-    predicted = gathered_bytes(model, shape_of(stage))
+    chunk, _ = make_chunks(model, plan)
+    [programs] = compile_chunks([chunk])
+    predicted = gathered_bytes(model, shape_of(chunk))
     for name, num_bytes in zip(("forward", "backward"), predicted, strict=True):
-        total = total_sent([programs[name]], stage.mesh)
+        total = total_sent([programs[name]], chunk.mesh)
         assert total["all-gather", (Axis.FSDP,)] == num_bytes
 
 
@@ -192,10 +192,10 @@ def test_codes_of_fp8_are_gathered_as_they_are(remat):
 def kept_bytes(fsdp, data, remat):
     """Bytes of a microbatch, from its forward to its backward, over all devices."""
     model = make_model(num_layers=1, positions="learned")
-    [stage] = make_chunks(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
-    batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in stage.inputs}
-    run = lambda r, b: microbatch.forward(stage, stage.state_shapes.fixed, r, None, b)[-1]
-    out = jax.eval_shape(run, replica_shapes(stage), batch)
+    [chunk] = make_chunks(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
+    batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in chunk.inputs}
+    run = lambda r, b: microbatch.forward(chunk, chunk.state_shapes.fixed, r, None, b)[-1]
+    out = jax.eval_shape(run, replica_shapes(chunk), batch)
     return sum(x.size * x.dtype.itemsize for x in out.arrays)
 
 
@@ -225,20 +225,20 @@ def test_each_device_holds_what_the_memory_says(row):
 @pytest.mark.parametrize("row", PARAMETERS)
 def test_what_is_kept_is_cut_over_the_sequences(row):
     """XLA chooses how. Every device has the tables of angles, and 2% are left to it."""
-    programs = compiled(row)
-    for chunk in programs if isinstance(programs, list) else []:
-        stage, forward = chunk.stage, chunk.table.get(ProgramKey("forward", False))
-        if forward is None or is_chunked_head(stage):
+    compiled_chunks = compiled(row)
+    for programs in compiled_chunks if isinstance(compiled_chunks, list) else []:
+        chunk, forward = programs.chunk, programs.table.get(ProgramKey("forward", False))
+        if forward is None or is_chunked_head(chunk):
             continue
-        x_BLD = None if stage.is_first else boundary_shape(stage)
-        run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
-        *_, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
+        x_BLD = None if chunk.is_first else boundary_shape(chunk)
+        run = functools.partial(microbatch.forward, chunk, chunk.state_shapes.fixed)
+        *_, saved = jax.eval_shape(run, replica_shapes(chunk), x_BLD, batch_shapes(chunk))
         *_, where = forward.output_shardings
         kept = [
             x.update(sharding=s)
             for x, s in zip(saved.arrays, where.arrays, strict=True)
-            if x.shape[-2:] != (1, stage.model.head_width // 2)
+            if x.shape[-2:] != (1, chunk.model.head_width // 2)
         ]
         whole = sum(x.size * x.dtype.itemsize for x in kept)
-        cuts = stage.num_replicas * stage.num_parts
+        cuts = chunk.num_replicas * chunk.num_parts
         assert bytes_on_a_device(kept) * cuts <= 1.02 * whole

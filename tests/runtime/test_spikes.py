@@ -46,16 +46,16 @@ def test_limits_are_those_of_the_last_steps():
 
 
 def stages_of(plan, rule=RULE):
-    stages = make_chunks(MODEL, plan, config=CONFIG)
-    return [dataclasses.replace(stage, spike_rule=rule) for stage in stages]
+    chunks = make_chunks(MODEL, plan, config=CONFIG)
+    return [dataclasses.replace(chunk, spike_rule=rule) for chunk in chunks]
 
 
 @pytest.fixture(scope="module")
 def batches():
     """Two batches, of which the second has the larger loss."""
-    [stage] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
-    runner = make_runner(stage.plan, [stage])
-    found = [step_inputs(stage.plan.global_batch, 2 * i) for i in range(6)]
+    [chunk] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
+    runner = make_runner(chunk.plan, [chunk])
+    found = [step_inputs(chunk.plan.global_batch, 2 * i) for i in range(6)]
     states = runner.init(SEED)
     loss = lambda inputs: float(runner.evaluate(states, put(runner, inputs, trains=False)))
     in_order = sorted(found, key=loss)

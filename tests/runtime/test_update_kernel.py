@@ -27,10 +27,10 @@ CONFIG = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, moments="int8")
 
 
 def stage_of(plan, kernels, width=64):
-    [stage] = make_chunks(
+    [chunk] = make_chunks(
         make_model(num_layers=1, width=width), plan, config=CONFIG, kernels=kernels
     )
-    return stage
+    return chunk
 
 
 @pytest.mark.skipif(not warpgroups.CAN_SIMULATE, reason="JAX before 0.12 cannot simulate a kernel")
@@ -103,8 +103,8 @@ def test_gradients_are_read_as_the_products_of_a_step_leave_them(
     monkeypatch.setattr(ops.Kernels, "device", H200)
     plan = hand_made_plan((1,), **{"data": 1, "tensor": 1, **sizes})
     model = make_model(num_layers=1, width=64, num_kv_heads=2, **changes)
-    [stage] = make_chunks(model, plan, config=CONFIG, kernels=PALLAS)
-    args = stage.state_shapes, task_shapes(stage, 1), scalar_shape(stage)
-    jax.eval_shape(functools.partial(end_of_step.step, stage), *args)
-    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(stage.state_shapes.params)[0], strict=True)
+    [chunk] = make_chunks(model, plan, config=CONFIG, kernels=PALLAS)
+    args = chunk.state_shapes, task_shapes(chunk, 1), scalar_shape(chunk)
+    jax.eval_shape(functools.partial(end_of_step.step, chunk), *args)
+    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(chunk.state_shapes.params)[0], strict=True)
     assert {path[-1].key for path, turn in zip(paths, seen, strict=True) if turn} == turned
