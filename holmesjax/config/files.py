@@ -58,7 +58,7 @@ def load(
 def where_set(
     path: str | Path, overrides: Sequence[str], section: str, names: Iterable[str]
 ) -> str:
-    """Where settings of a section are set: in which lines of the run file, and by overrides.
+    """The place of settings of a section: lines of the run file, and overrides.
 
     >>> where_set("configs/runs/quickstart.yaml", ["parallel.data=2"], "parallel", ["data"])
     'parallel.data=2'
