@@ -4,11 +4,16 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from holmesjax.errors import HolmesError
+import numpy as np
+
+from holmesjax.errors import ConfigError, HolmesError
 
 NumbersByName = Mapping[str, Any]  # by name: numbers, or arrays with one number
+REAL = "biufV"  # kinds of dtypes of real numbers; V: bfloat16 and its like
+MAX_NAME = 100  # characters of the name of a number
 
 
 class CallbackError(HolmesError):
@@ -24,8 +29,9 @@ class Callback:
     method raises ends the run with a `CallbackError`, which names the method.
 
     The numbers that `after_step` and `on_validation` return join the record of the step, and so go
-    to `metrics.jsonl`, TensorBoard, Weights & Biases, and to the console while its line has room.
-    Each is a Python number, or an array with one element that may still be being computed.
+    to `metrics.jsonl`, TensorBoard, Weights & Biases, the report, `launch top` and `launch
+    compare`, and to the console while its line has room. Each is a Python number, or an array with
+    one element that may still be being computed.
     """
 
     def before_step(self, trainer: Any, step: int) -> None:
@@ -68,21 +74,27 @@ class Callbacks:
 
     Args:
       trainer: which they get.
-      own: the callbacks.
+      callbacks: the user's. Raises ConfigError for what is none.
     """
 
-    def __init__(self, trainer: object = None, own: Sequence[Callback] = ()):
-        self._trainer, self._own = trainer, own
+    def __init__(self, trainer: object = None, callbacks: Sequence[Callback] = ()):
+        is_list = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
+        strangers = [one for one in callbacks if not isinstance(one, Callback)] if is_list else []
+        if strangers or not is_list:
+            problem = "must be a list of objects, whose classes are based on holmesjax.Callback"
+            found = repr(strangers[0] if strangers else callbacks)
+            raise ConfigError("callbacks", problem, found=found, fix="write callbacks=[Norms()]")
+        self._trainer, self._callbacks = trainer, tuple(callbacks)
         self._saved: deque[tuple[int, Path]] = deque()  # checkpoints that no callback knows of
 
     def before_step(self, step: int) -> None:
         self._call("before_step", step)
 
     def after_step(self, step: int, numbers: NumbersByName) -> dict[str, Any]:
-        return self._call("after_step", step, numbers)
+        return self._call("after_step", step, MappingProxyType(numbers))
 
     def on_validation(self, step: int, losses: NumbersByName) -> dict[str, Any]:
-        return self._call("on_validation", step, losses)
+        return self._call("on_validation", step, MappingProxyType(losses))
 
     def saved(self, step: int, path: Path) -> None:
         """Notes a checkpoint that is whole; may be called from any thread."""
@@ -95,7 +107,7 @@ class Callbacks:
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for callback in self._own:
+        for callback in self._callbacks:
             name = f"{type(callback).__name__}.{method}"
             try:
                 numbers = getattr(callback, method)(self._trainer, *arguments)
@@ -112,11 +124,24 @@ class Callbacks:
             if not isinstance(numbers, Mapping) or not all(isinstance(n, str) for n in numbers):
                 problem, fix = "must return None, or numbers by name", 'such as {"norm": 1.0}'
                 raise CallbackError(name, problem, found=repr(numbers), fix=f"return {fix}")
-            found |= {key: _Own(name, key, value) for key, value in numbers.items()}
+            for key, value in numbers.items():
+                _check_name(name, key)
+                if key in found:
+                    problem, fix = "gives a number that another callback gives", "rename one"
+                    raise CallbackError(name, problem, found=repr(key), fix=fix)
+                found[key] = _Number(name, key, value)
         return found
 
 
-class _Own:
+def _check_name(callback: str, name: str) -> None:
+    """Raises CallbackError for a name that would break lines and tables."""
+    if not name.isprintable() or name != name.strip() or not 0 < len(name) <= MAX_NAME:
+        problem = f"names a number with more than readable characters, or not 1 to {MAX_NAME}"
+        fix = "give it a short name, such as head_norm"
+        raise CallbackError(callback, problem, found=repr(name[: MAX_NAME + 1]), fix=fix)
+
+
+class _Number:
     """A number of a callback's; `float` waits for it."""
 
     def __init__(self, callback: str, name: str, value: Any):
@@ -124,9 +149,15 @@ class _Own:
 
     def __float__(self) -> float:
         try:
-            return float(self._value)
-        except (TypeError, ValueError) as error:
-            problem = f"{self._name!r} must be a number, or an array with one element"
+            array = np.asarray(self._value)
+            if array.dtype.kind in REAL and array.size == 1:
+                return float(array.item())
+            found = f"{type(self._value).__name__} {list(array.shape)} of {array.dtype}"
+        except (TypeError, ValueError, RuntimeError) as error:  # such as an array that is gone
             found = f"{type(self._value).__name__}: {error}"
-            fix = "return a number for each name"
-            raise CallbackError(self._callback, problem, found=found, fix=fix) from None
+        raise CallbackError(
+            self._callback,
+            f"{self._name!r} must be a number, or an array with one element",
+            found=found,
+            fix="return a number for each name, and jnp.copy(x) of an array of the trainer",
+        )

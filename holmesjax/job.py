@@ -57,6 +57,7 @@ class Job:
     topology: Topology
     plan: Plan
     unpinned: Plan | None = None  # the best that was found without what the run sets of the plan
+    pinned_at: str = ""  # where the run sets a part of the plan
 
     @property
     def run_dir(self) -> Path:
@@ -100,6 +101,19 @@ class Job:
         pool = DevicePool.of_process(env)
         pool.refuse_too_small([self.plan.stages[stage] for stage in stages], self.topology)
         return pool
+
+    def refuse_other_nodes(self) -> None:
+        """Raises PlanError where a plan needs more nodes than the one of a single process."""
+        nodes = dict.fromkeys(node for stage in self.plan.stages for node in stage.nodes)
+        if self._has_gpus and len(nodes) > 1:
+            raise PlanError(
+                "Trainer",
+                "trains in one process, which has the devices of its own node alone",
+                found=f"a plan on {len(nodes)} nodes: {', '.join([*nodes][:3])}"
+                + ", ..." * (len(nodes) > 3),
+                fix="start a process on each node: python -m launch train RUN.yaml --launcher ssh, "
+                "slurm or kubernetes; run.rehearse=true tries the plan on virtual CPU devices",
+            )
 
     @property
     def _has_gpus(self) -> bool:
@@ -180,7 +194,9 @@ class Job:
         return [
             *description.describe(self.topology),
             *plans.describe(self.plan, kind_of, is_pinned=bool(pinned)),
-            *pins.describe(self.plan, pinned, self.unpinned, by_dollars=by_dollars),
+            *pins.describe(
+                self.plan, pinned, self.unpinned, by_dollars=by_dollars, place=self.pinned_at
+            ),
             *self._active(),
             *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
             self._rate(),
@@ -489,7 +505,9 @@ def load(
         usable_memory = pool.usable_memory
     plan, unpinned = make_plans(config, topology, say, usable_memory, compares=compares)
     _refuse_uneven_rampup(config, plan)
-    return Job(config=config, topology=topology, plan=plan, unpinned=unpinned)
+    pinned = pins.pins(config.parallel)
+    place = configs.where_set(target, overrides, "parallel", pinned) if pinned else ""
+    return Job(config=config, topology=topology, plan=plan, unpinned=unpinned, pinned_at=place)
 
 
 def _parameter_bytes(config: Config) -> int:

@@ -5,6 +5,7 @@ job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints 
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import time
@@ -92,6 +93,11 @@ class Trainer:
           callbacks: called between steps, in this order.
           lease: on the run folder; if None, `train` takes it for as long as it runs.
         """
+        self._callbacks = Callbacks(self, callbacks)
+        self._stream = sys.stdout if stream is None else stream
+        if not hasattr(self._stream, "write"):
+            problem, fix = "must be an open file", "write stream=open(path, 'w'), or leave it out"
+            raise ConfigError("stream", problem, found=repr(stream), fix=fix)
         if model is not None and isinstance(source, Job):
             problem, fix = "must be left out beside a job", "make the job with model.module"
             raise ConfigError("model", problem, found=name_of(model), fix=fix)
@@ -106,10 +112,8 @@ class Trainer:
         self.tasks: list[dict[str, Any]] = []  # of the last step, as `timeline.json` has them
         self.finished = False
         self.progress: Progress | None = None  # while there are steps
-        self._stream = sys.stdout if stream is None else stream
         self._stopping, self._allow, self._lease = False, allow, lease
         self._asked_s: float | None = None  # when it was asked to stop
-        self._callbacks = Callbacks(self, callbacks)
         self._going: Generator[Record | None] | None = None  # the run, while it goes on
         self._is_stepwise = False  # whether somebody asks for each step
         self._loop: TrainingLoop | None = None  # while there are arrays
@@ -245,6 +249,9 @@ class Trainer:
 
     def _go_on(self) -> Record | None:
         """Goes on to the next step, or to the start; the record of the step if there is one."""
+        if self._going and inspect.getgeneratorstate(self._going) == inspect.GEN_RUNNING:
+            problem, fix = "cannot be asked for steps or its end by a callback", "call stop or save"
+            raise HolmesError("Trainer", problem, found="a step that is being made", fix=fix)
         if self._going is None:
             self._going = self._records()
         try:
@@ -269,6 +276,7 @@ class Trainer:
             yield from self._train(self._lease or own())
 
     def _train(self, lease: Lease) -> Generator[Record | None]:
+        self.job.refuse_other_nodes()
         numbers = range(len(self.job.plan.stages))
         self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
         find = functools.partial(

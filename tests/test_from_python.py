@@ -1,15 +1,18 @@
-"""The code of the page about Python trains, bit for bit as a plain run does."""
+"""The code of the page about Python trains: its loop and its callbacks, to the same bits."""
 
 import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from holmesjax import Callback, Trainer
+from holmesjax.callbacks import CallbackError, Callbacks
 from holmesjax.checkpoints import digests, manifest, restoring
 from holmesjax.config import CHECKOUT
+from holmesjax.errors import ConfigError, PlanError
 from holmesjax.report import metrics
 from holmesjax.runtime import stage_arrays
 from holmesjax.runtime.chunk import ChunkState
@@ -49,11 +52,12 @@ def saved(run_dir, step):
     return {name: own["digest"] for name, own in arrays.items()}
 
 
-def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatch):
-    """The loop is left after step 3, and its code goes on to step 4 when it runs again."""
+def test_the_code_of_the_page_trains_to_the_same_bits(tmp_path, capsys, monkeypatch):
+    """The loop is left after step 3, and its code goes on to step 4 when it runs again.
+
+    It has no callbacks, and the run with callbacks asks for no steps: neither changes a bit.
+    """
     monkeypatch.chdir(CHECKOUT)
-    plain = Trainer(RUN, {**SMALL, "run.dir": tmp_path / "plain"}).train()
-    whole = saved(tmp_path / "plain", 4)
     keeper = Keeper()
     space = {"SMALL": SMALL, "keeper": keeper}
 
@@ -73,13 +77,12 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
     assert "resuming" not in run(LOOP)
     assert [step for step, _ in manifest.finished(tmp_path / "loop")] == [2, 3]
     assert "resuming after step 3" in run(LOOP)
-    assert saved(tmp_path / "loop", 4) == whole
+    whole, plain = saved(tmp_path / "loop", 4), metrics.read(tmp_path / "loop")
 
     assert f"after step 4 is in {manifest.folder_of(tmp_path / 'norms', 4)}" in run(CALLBACKS)
     assert saved(tmp_path / "norms", 4) == whole
     trainer, records = space["trainer"], metrics.read(tmp_path / "norms")
-    for own in (metrics.read(tmp_path / "loop"), records):
-        assert [r["loss"] for r in own] == [r["loss"] for r in plain]
+    assert [r["loss"] for r in records] == [r["loss"] for r in plain]
     state = {"params": trainer.params, "opt_state": trainer.opt_state}
     assert digests.of(restoring.flatten(jax.device_get(state))) == whole
     assert np.isclose(records[3]["head_norm"], np.linalg.norm(state["params"]["head"]["output_DV"]))
@@ -90,11 +93,19 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
     assert records[3]["perplexity"] == pytest.approx(np.exp(plain[3]["val_loss"]))
     [events] = (tmp_path / "norms/tensorboard").glob("*")
     assert b"head_norm" in events.read_bytes()
+    for verb in (["compare"], ["top", "--once"]):
+        assert main([*verb, str(tmp_path / "norms")]) == 0
+        shown = capsys.readouterr().out
+        for name in ("head_norm", "perplexity"):
+            assert re.search(rf"{name}\b.* {records[3][name]:.4g}\b", shown)
 
     shown = run(PLAN)
     assert main(["plan", RUN, f"run.dir={tmp_path / 'norms'}"]) == 0
     assert shown == capsys.readouterr().out
     assert "finds a step of" in shown  # without what the run sets
+    lines = (CHECKOUT / RUN).read_text().splitlines()
+    set_at = [str(lines.index(own) + 1) for own in ("  tensor: 2", "  schedule: 1f1b")]
+    assert re.search(rf"to change: {RUN}, lines {set_at[0]}, \d+, {set_at[1]}\n", shown)
 
     initial = keeper.kept["head"]["output_DV"]
     with pytest.raises(RuntimeError, match="deleted"):
@@ -107,6 +118,94 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
         assert {*stage.params} == {*stage.layers} == {*planned.layers}
         numbers = [[device.id for device in stage.mesh.devices.flat], [*planned.devices]]
         assert numbers[0] == numbers[1]
+
+
+def gone():
+    """An array whose memory a step has taken."""
+    array = jnp.ones([])
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [(2, 2.0), (True, 1.0), (jnp.bfloat16(0.5), 0.5), (np.ones([1, 1]), 1.0)]
+    + [(value, None) for value in ("3", None, 1j, 10**400, np.ones(2), [1, [2]], gone())],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_number_of_ones_own_is_one_real_number(value, expected):
+    class Own(Callback):
+        def after_step(self, trainer, step, numbers):
+            return {"mine": value}
+
+    number = Callbacks(callbacks=[Own()]).after_step(1, {})["mine"]
+    if expected is None:
+        with pytest.raises(CallbackError, match=r"Own.after_step: 'mine' must be a number"):
+            float(number)
+    else:
+        assert float(number) == expected
+
+
+@pytest.mark.parametrize(
+    "found, told",
+    [({name: 1.0}, "short name") for name in ("", " a", "a\n", "\x1b[31m", "\ud800", "a" * 101)]
+    + [([1.0], "numbers by name"), ({1: 1.0}, "numbers by name"), (1 / 3, "numbers by name")],
+    ids=range(9),
+)
+def test_names_of_ones_own_are_short_and_readable(found, told):
+    class Own(Callback):
+        def after_step(self, trainer, step, numbers):
+            return found
+
+    with pytest.raises(CallbackError, match=told):
+        Callbacks(callbacks=[Own()]).after_step(1, {})
+
+
+def test_callbacks_change_no_number_of_a_step_and_share_no_name():
+    class Clears(Callback):
+        def after_step(self, trainer, step, numbers):
+            numbers.clear()
+
+    with pytest.raises(CallbackError, match="AttributeError"):
+        Callbacks(callbacks=[Clears()]).after_step(1, {"loss": 1.0})
+    twice = [type(name, (Callback,), {"after_step": lambda *_: {"norm": 1.0}})() for name in "ab"]
+    with pytest.raises(CallbackError, match=r"b\.after_step: gives a number that another"):
+        Callbacks(callbacks=twice).after_step(1, {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"callbacks": own} for own in (Keeper(), Keeper, [Keeper], [print], "Keeper", 5)]
+    + [{"overrides": 5}, {"overrides": [5]}, {"stream": "out.txt"}, {"source": None}],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused(arguments):
+    with pytest.raises(ConfigError, match=r"\n  fix: "):
+        Trainer(**{"source": RUN, "overrides": SMALL, **arguments})
+
+
+NODES = """
+name: two_nodes
+clusters:
+  - name: a
+    fabric: infiniband
+    nodes: 2
+    devices: {kind: h100, count: 1}
+    nics: [{kind: infiniband_400}]
+"""
+
+
+def test_a_plan_on_several_nodes_of_gpus_wants_a_launcher(tmp_path):
+    """It is planned and shown in any process."""
+    (tmp_path / "nodes.yaml").write_text(NODES)
+    settings = {**SMALL, "run.dir": tmp_path / "run", "topology": tmp_path / "nodes.yaml"}
+    settings |= {"run.rehearse": False, "parallel": {"data": 2, "tensor": 1, "schedule": None}}
+    trainer = Trainer(CHECKOUT / RUN, settings)
+    assert "a-0, a-1" in str(trainer.plan)
+    with pytest.raises(
+        PlanError, match=r"a plan on 2 nodes: a-0, a-1\n.*launch train .*--launcher"
+    ):
+        trainer.train()
 
 
 def test_a_stage_with_several_chunks_has_the_layers_of_all():

@@ -30,6 +30,7 @@ def execute(name, replacements):
     NotebookClient(
         notebook,
         timeout=240,
+        startup_timeout=240,  # of the kernel, on a busy machine
         kernel_name="python3",
         resources={"metadata": {"path": ROOT / "notebooks"}},
     ).execute()

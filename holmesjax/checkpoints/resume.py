@@ -368,6 +368,9 @@ def names_of(allow: str | Iterable[str]) -> list[str]:
     """
     texts = [allow] if isinstance(allow, str) else allow
     found = []
+    if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
+        fix = 'write allow=["data.corpus"]'
+        raise ConfigError("allow", "must be names of settings", found=repr(allow), fix=fix)
     for text in texts:
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:

@@ -9,7 +9,16 @@ from holmesjax.config.data_sections import (
     MixtureChange,
     NamedCorpus,
 )
-from holmesjax.config.files import CHECKOUT, SettingsOf, load, preset, save, to_yaml, topology_path
+from holmesjax.config.files import (
+    CHECKOUT,
+    SettingsOf,
+    load,
+    preset,
+    save,
+    to_yaml,
+    topology_path,
+    where_set,
+)
 from holmesjax.config.model_sections import (
     LORA_TARGETS,
     TABLE,
@@ -78,4 +87,5 @@ __all__ = [
     "save",
     "to_yaml",
     "topology_path",
+    "where_set",
 ]

@@ -1,7 +1,7 @@
 """Run files: read with presets and overrides below and above them, and written."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,26 @@ def load(
         raise Mistakes(mistakes)
     config: Config = schema.build(known)
     return config
+
+
+def where_set(
+    path: str | Path, overrides: Sequence[str], section: str, names: Iterable[str]
+) -> str:
+    """The place of settings of a section: lines of the run file, and overrides.
+
+    >>> where_set("configs/runs/quickstart.yaml", ["parallel.data=2"], "parallel", ["data"])
+    'parallel.data=2'
+    """
+    document = yaml_files.read(path, ConfigError, overrides)
+    lines, late = [], []
+    for keys in ((section, name) for name in names):
+        if override := document.overrides.get(keys) or document.overrides.get(keys[:1]):
+            late.append(override)
+        elif keys in document.lines:
+            lines.append(document.lines[keys])
+    word = "line" if len(lines) == 1 else "lines"
+    of_file = [f"{path}, {word} {', '.join(map(str, sorted(lines)))}"] if lines else []
+    return " and ".join([*of_file, *dict.fromkeys(late)])
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from holmesjax import hub_names
-from holmesjax.errors import HolmesError, Mistakes
+from holmesjax.errors import ConfigError, HolmesError, Mistakes
 
 Keys = tuple[str | int, ...]  # where a value is: ("clusters", 0, "name")
 
@@ -272,7 +272,11 @@ def as_overrides(settings: str | Sequence[str] | Mapping[str, Any]) -> list[str]
     if isinstance(settings, str):
         return [settings]
     if not isinstance(settings, Mapping):
-        return list(settings)
+        if isinstance(settings, Sequence) and all(isinstance(text, str) for text in settings):
+            return list(settings)
+        problem = "must be settings by name, or a list of texts"
+        fix = 'write {"train.steps": 100} or ["train.steps=100"]'
+        raise ConfigError("overrides", problem, found=repr(settings), fix=fix)
     found = []
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

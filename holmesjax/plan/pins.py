@@ -58,7 +58,12 @@ def setting(name: str, value: Value) -> str:
 
 
 def describe(
-    plan: Plan, pinned: Mapping[str, Value], unpinned: Plan | None, *, by_dollars: bool = False
+    plan: Plan,
+    pinned: Mapping[str, Value],
+    unpinned: Plan | None,
+    *,
+    by_dollars: bool = False,
+    place: str = "",
 ) -> list[str]:
     """Lines about pins for the console; none where nothing is pinned.
 
@@ -67,6 +72,7 @@ def describe(
       pinned: the pins.
       unpinned: the best that was found without them; None: none was looked for.
       by_dollars: whether the best plan is the cheapest, and not the fastest.
+      place: where the pins are set, for whoever wants to change them; empty: not known.
     """
     if not pinned:
         return []
@@ -92,6 +98,7 @@ def describe(
         *lines,
         f"            the search without these settings finds a step of {found}, {less:.1%} less",
         *_wrapped("            it has ", changes),
+        *([f"            to change: {place}"] if place else []),
         "            the planner decides what is left out, and all with parallel=null",
     ]
 

@@ -107,6 +107,14 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         peaks = run.history.memory_bytes.values()
         return show(max(peaks), "B") if peaks else NOWHERE
 
+    def last(name: str) -> Callable[[ComparedRun], str]:
+        def cell(run: ComparedRun) -> str:
+            step, value = run.history.with_steps(name)
+            return f"{value[-1]:.4g} at {step[-1]:.0f}" if len(step) else NOWHERE
+
+        return cell
+
+    others = [name for run in runs for name in run.history.others]
     rows: list[tuple[str, Any]] = [
         ("steps", lambda run: f"{run.history.last['step']:,} of {run.config.train.steps:,}"),
         (f"loss, steps {window}", loss),
@@ -122,6 +130,7 @@ def numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         ("MFU", middle("mfu", "{:.1%}")),
         ("bubble", middle("bubble_share", "{:.1%}")),
         ("bytes between stages, a step", traffic),
+        *((f"{name}, the last", last(name)) for name in dict.fromkeys(others)),
     ]
     table = [(name, [cell(run) for run in runs]) for name, cell in rows]
     return [(name, cells) for name, cells in table if set(cells) != {NOWHERE}]

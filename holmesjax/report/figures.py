@@ -80,6 +80,16 @@ def loss_curve(records: History | Sequence[Record]) -> Figure:
     return figure
 
 
+def number_curve(history: History, name: str) -> Figure:
+    """A number of the user's or of layers over the steps that have it."""
+    figure, axes = _figure(height_in=2.0)
+    points = map(_thinned, history.with_steps(name))
+    axes.plot(*points, color=BLUE, marker="o", markersize=2.5, linewidth=1.2)
+    axes.set_ylabel(name.replace("$", r"\$"))
+    _step_axis(axes, history.first["step"], history.last["step"])
+    return figure
+
+
 def loss_curves(runs: Mapping[str, History | Sequence[Record]]) -> Figure:
     """Training losses of runs over steps, by name; dots are validation losses."""
     figure, axes = _figure(height_in=4.2)

@@ -21,6 +21,15 @@ NUMBERS = (
     *("skipped", "spike", "val_loss", commit_alarm.FIELD),
 )
 GROUPS = ("link_bytes", "val_losses")
+# The names of a record that are HolmesJAX's. Any other number is of a callback or of layers.
+TAKEN = frozenset(
+    (
+        *(*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE),
+        *("grad_norm", "learning_rate", "time_left_s", "time_s"),
+        *("link_losses", "link_lost_s", "nic_bytes"),
+    )
+)
+MAX_OTHERS = 64  # other names that are kept: who makes a name for each step would fill the memory
 CHUNK = 4096  # records that are dicts at a time
 Name = str | tuple[str, str]  # of a number, or of a dict and an entry of it
 
@@ -64,12 +73,17 @@ class History:
         for record in chunk:
             if "memory_bytes" in record:
                 self.memory_bytes |= record["memory_bytes"]
-        for name in set(itertools.chain.from_iterable(chunk)).intersection(NUMBERS):
-            self._add(name, before, chunk)
+        for name in dict.fromkeys(itertools.chain.from_iterable(chunk)):
+            if name in NUMBERS or (name not in TAKEN and self._keeps_other(name, chunk)):
+                self._add(name, before, chunk)
         for group in GROUPS:
             dicts = [record.get(group) or {} for record in chunk]
             for entry in dict.fromkeys(itertools.chain.from_iterable(dicts)):
                 self._add((group, entry), before, dicts)
+
+    def _keeps_other(self, name: str, chunk: Sequence[Record]) -> bool:
+        is_known = name in self._columns or len(self.others) < MAX_OTHERS
+        return is_known and all(metrics.is_number(record.get(name)) for record in chunk)
 
     def _add(self, name: Name, before: int, dicts: Sequence[Record]) -> None:
         key = name if isinstance(name, str) else name[1]
@@ -100,6 +114,11 @@ class History:
         """The steps that have a number, and their numbers: two of [found]."""
         where = self.has(name)
         return self.of("step")[where], self.of(name)[where]
+
+    @property
+    def others(self) -> list[str]:
+        """The names of the numbers that are not HolmesJAX's, in the order of their first steps."""
+        return [name for name in self._columns if isinstance(name, str) and name not in TAKEN]
 
     def entries(self, group: str) -> list[str]:
         """The names of the entries of a dict, in the order of their first steps."""

@@ -19,7 +19,7 @@ from holmesjax.checkpoints.commit_alarm import FIELD
 from holmesjax.config import Config
 from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan, layers_text
-from holmesjax.report import link_losses, metrics
+from holmesjax.report import history, link_losses, metrics
 from holmesjax.report.console import validation_losses
 from holmesjax.report.goodput import goodput, rows
 from holmesjax.units import duration, show
@@ -90,6 +90,8 @@ def describe(
         text = f"ALARM: no checkpoint since {last[FIELD]:,} steps; the launcher's output says more"
         shown.append(Text(text))
     shown.append(Text(sparkline([record["loss"] for record in records], WIDTH)))
+    if others := _others(records):
+        shown.append(Text(others))
     shown.extend(Text(line) for line in _time(last))
     if plan is not None:
         peaks = _peaks(plan, records)
@@ -99,6 +101,24 @@ def describe(
             shown += [Text(""), _links(recent, middle("step_time_s"))]
             shown += [Text(line) for line in link_losses.lines(records)]
     return shown
+
+
+def _others(records: Sequence[Record]) -> str:
+    """The last of each number that a callback or layers gave, and the step if it is not the last.
+
+    >>> _others([{"step": 3, "loss": 2.5, "perplexity": 12.18}, {"step": 4, "norm": 1 / 3}])
+    'perplexity 12.18 (step 3)  norm 0.3333'
+    """
+    known = {}
+    for record in records:
+        for name in record.keys() - history.TAKEN:
+            if metrics.is_number(record[name]):
+                known[name] = record["step"], record[name]
+    when = lambda step: "" if step == records[-1]["step"] else f" (step {step:,})"
+    order = [name for record in records for name in record if name in known]
+    return "  ".join(
+        f"{name} {known[name][1]:.4g}{when(known[name][0])}" for name in dict.fromkeys(order)
+    )
 
 
 def _time(record: Record) -> list[str]:

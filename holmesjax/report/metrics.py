@@ -466,7 +466,7 @@ def _raw_record(line: bytes) -> dict[str, Any]:
     numbers = [record[name] for name in NUMBERS if name in record]
     for name in _MAPPINGS & record.keys():
         numbers += record[name].values() if isinstance(record[name], dict) else [record]
-    if not all(map(_is_number, numbers)):
+    if not all(map(is_number, numbers)):
         raise ValueError("a number is none")
     return record
 
@@ -480,7 +480,7 @@ def _is_step(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 

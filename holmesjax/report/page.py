@@ -49,6 +49,7 @@ Record = Mapping[str, Any]
 FILE = "report.html"
 TEMPLATE = "page.html.jinja"
 MAX_BARS = 4000  # of a timeline; more would make a huge page
+MAX_CURVES = 12  # of numbers of callbacks and layers; the table has all
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = {
     style.INK: "var(--ink)",
@@ -129,6 +130,7 @@ def write_report(run_dir: str | Path) -> Path:
     sections = [
         _plan_section(plan, records, titles),
         _loss_section(records),
+        *_others_section(records),
         _timeline_section(predicted, sent, timed, titles),
         _traffic_section(records),
         *([lab] if lab else []),
@@ -325,6 +327,26 @@ def _first_to_last(items: Sequence[object]) -> str:
 def _loss_section(records: History) -> _Section:
     picture = _picture("loss", figures.loss_curve(records))
     return _Section("Loss", "In nats per token.", pictures=[("", picture)])
+
+
+def _others_section(records: History) -> list[_Section]:
+    """The numbers of callbacks and of layers; nothing where there are none."""
+    if not records.others:
+        return []
+    rows, pictures = [], []
+    for number, name in enumerate(records.others):
+        step, value = records.with_steps(name)
+        finite = value[np.isfinite(value)]
+        ends = (finite.min(), finite.max()) if len(finite) else (math.nan, math.nan)
+        cells = [_number(x, ".4g") for x in (value[0], value[-1], *ends)]
+        rows.append((name, *cells, f"{step[-1]:,.0f}"))
+        if number < MAX_CURVES and len(finite) > 1:
+            pictures.append(
+                (name, _picture(f"number-{number}", figures.number_curve(records, name)))
+            )
+    table = _Table(("Name", "First", "Last", "Least", "Most", "Last step"), rows)
+    text = "What callbacks and layers have added to the records of steps."
+    return [_Section("Numbers of your own", text, [table], pictures)]
 
 
 def _machines_section(plan: Plan, topology: Topology) -> _Section:

@@ -20,7 +20,7 @@ from holmesjax.files.whole_files import write_whole
 from holmesjax.liveness.helper_process import StoppedError, run_module
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan import mfu
-from holmesjax.report import history, link_losses, metrics
+from holmesjax.report import history, link_losses
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
@@ -33,9 +33,6 @@ NUM_RECENT = 10_000  # steps that the medians of a session are of
 SHOWN = 3  # of what took time, on the console
 # The page is another process's: it needs Matplotlib, and takes long after many steps.
 PAGE = "holmesjax.report.page"
-# Names of a record that a user's number cannot have, whether this record has them or not.
-TAKEN = {*history.NUMBERS, *history.GROUPS, *metrics.MAY_HAVE, "time_left_s"}
-TAKEN |= {"link_losses", "link_lost_s", "nic_bytes"}
 AFTER_REPORT_S = 5.0  # that are left for the rest of the end of a run
 
 
@@ -222,7 +219,7 @@ class Recorder:
         if self._on_step:
             record |= self._on_step(record)
         own = known.get("own", {})
-        _refuse_taken(own.keys() & (record.keys() | TAKEN))
+        _refuse_taken(own.keys() & (record.keys() | history.TAKEN))
         record |= own
         self.tasks = [interval._asdict() for interval in intervals]
         self._metrics.write(record)

@@ -425,6 +425,21 @@ def test_columns_hold_what_the_records_hold(make_run):
         assert (found.first["step"], found.last["val_loss"]) == (1, 1.0)
 
 
+def test_numbers_of_callbacks_have_a_table_and_pictures(make_run, monkeypatch):
+    """Those of names that are not HolmesJAX's; as many as are kept."""
+    monkeypatch.setattr(history, "MAX_OTHERS", 3)
+    name = f"$own {ATTACK}"
+    own = [{name: 2.0}, {name: math.nan, "late": 0.25}, {name: 3.0, "third": 1, "x": 5}]
+    records = [record(step, **numbers) for step, numbers in enumerate(own, start=1)]
+    assert history.of(records).others == [name, "late", "third"]
+    page = read(make_run(records))
+    assert page.texts.count(name) == 3  # a row, and a picture with its heading
+    start = page.texts.index("Last step")
+    rows = [*(name, "2", "3", "2", "3", "3"), *("late", "0.25", "0.25", "0.25", "0.25", "2")]
+    rows += ["third", "1", "1", "1", "1", "3"]
+    assert page.texts[start + 1 : start + 19] == rows
+
+
 def test_the_greys_of_the_pictures_follow_the_theme(one_step):
     text = one_step.read_text(encoding="utf-8")
     body = text[text.index("<body>") :]
