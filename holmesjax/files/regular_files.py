@@ -33,7 +33,7 @@ def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
 
 
 def open_file(path: str | Path, mode: str = "rb", *, buffering: int = -1) -> BinaryIO:
-    """As `open`, for the bytes of a regular file."""
+    """Opens a regular file of bytes, as `open` does."""
     return cast(BinaryIO, open(path, mode, buffering, opener=opener))
 
 
