@@ -117,6 +117,8 @@ def values_of(hint: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
         return f"list of: {values_of(arguments[0])}"
+    if origin is dict:
+        return f"names, each with a value: {values_of(arguments[1])}"
     if dataclasses.is_dataclass(hint):
         return "a section"
     if origin is not typing.Annotated:

@@ -79,7 +79,7 @@ def ask(path: Path) -> None:
 def open_file(path: Path, cache: str = "readahead") -> BinaryIO:
     """Opens a file to read it; `cache` is one of fsspec's, for an object."""
     if not is_remote(path):
-        return cast(BinaryIO, regular_files.open_file(path))
+        return regular_files.open_file(path)
     opened = cast(Any, path).open("rb", cache_type=cache, block_size=AHEAD_BYTES)
     return cast(BinaryIO, opened)
 

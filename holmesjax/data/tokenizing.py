@@ -106,7 +106,7 @@ def tokenize(
     inputs = hashlib.sha256(json.dumps([plan, changed, wanted]).encode()).hexdigest()
     job = {"tokenizer": identity, "inputs": inputs, "shards": names}
     job |= {token_files.TOKENIZER_PATH: tokenizer_files.place(config.tokenizer)}
-    with regular_files.open_file(out / token_files.LOCK, "w") as lock:
+    with open(out / token_files.LOCK, "w", opener=regular_files.opener) as lock:
         _lock(lock, out)
         _begin(out / token_files.JOB, job)
         for left in out.glob("*.tmp"):

@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO, cast
 
 WORDS = "it is a pipe, a socket or a device, and no file"
 
@@ -32,20 +32,17 @@ def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     raise OSError(errno.ESPIPE, WORDS, str(path))
 
 
-def open_file(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """As `open`, for a regular file."""
-    return open(path, mode, opener=opener, **options)
+def open_file(path: str | Path, mode: str = "rb", *, buffering: int = -1) -> BinaryIO:
+    """Opens a regular file of bytes, as `open` does."""
+    return cast(BinaryIO, open(path, mode, buffering, opener=opener))
 
 
 def read_bytes(path: str | Path) -> bytes:
     """The bytes of a regular file. Raises OSError."""
     with open_file(path) as file:
-        content: bytes = file.read()
-        return content
+        return file.read()
 
 
 def read_text(path: str | Path) -> str:
     """The text of a regular file in UTF-8. Raises OSError, and ValueError for other bytes."""
-    with open_file(path, "r", encoding="utf-8") as file:
-        content: str = file.read()
-        return content
+    return read_bytes(path).decode()

@@ -16,7 +16,7 @@ from holmesjax.files.whole_files import write_whole
 KILLED_BEFORE = """
 import os, signal, sys
 from pathlib import Path
-from holmesjax import whole_files
+from holmesjax.files import whole_files
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
