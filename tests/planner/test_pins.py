@@ -16,7 +16,7 @@ from holmesjax.config import ParallelConfig
 from holmesjax.errors import HolmesError
 from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.plan import Axis
-from holmesjax.planner import planner, selection, shortlist
+from holmesjax.planner import planner, remedies, search, selection, shortlist
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.planner import make_plan, make_plans
 from holmesjax.planner.problem import Assignment, Segment
@@ -78,7 +78,11 @@ def little_effort(monkeypatch):
 
 
 def with_little(setattr):
+    """All searches take a hundredth of their effort, and none looks for what a refusal advises."""
     setattr(planner, "find_within", functools.partial(selection.find_within, effort=EFFORT))
+    setattr(planner, "search", functools.partial(search.search, effort=EFFORT))
+    setattr(planner, "with_remedy", lambda refusal, problems: refusal)
+    setattr(remedies, "LITTLE", remedies.LITTLE * EFFORT / search.EFFORT)
 
 
 def pinned_to(config, settings):
