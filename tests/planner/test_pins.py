@@ -17,7 +17,7 @@ from holmesjax.config import ParallelConfig
 from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.plan import Axis
-from holmesjax.planner import planner, remedies, search, selection, shortlist
+from holmesjax.planner import memory_refusal, planner, search, selection, shortlist
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.planner import make_plan, make_plans
 from holmesjax.planner.problem import Assignment, Segment
@@ -83,7 +83,7 @@ def with_little(setattr):
     setattr(planner, "find_within", functools.partial(selection.find_within, effort=EFFORT))
     setattr(planner, "search", functools.partial(search.search, effort=EFFORT))
     setattr(planner, "with_remedy", lambda refusal, problems: refusal)
-    setattr(remedies, "LITTLE", remedies.LITTLE * EFFORT / search.EFFORT)
+    setattr(memory_refusal, "LITTLE", memory_refusal.LITTLE * EFFORT / search.EFFORT)
     setattr(planner, "_find", remembering(planner._find))
 
 
