@@ -82,11 +82,14 @@ class HeuristicSearch:
                 replace(parallel, microbatches=microbatches, schedule=best.order.schedule),
                 replace(parallel, stages=stages, schedule=best.order.schedule),
             ):
-                if pinned not in looked and pinned != parallel:
-                    looked.add(pinned)
-                    again = HeuristicSearch(self._trials, self._problem.set_to(pinned))
-                    again._try_candidates(again._candidates(again._in_turn()))
-                    again._improve()
+                if pinned in looked or pinned == parallel:
+                    continue
+                looked.add(pinned)
+                again = HeuristicSearch(self._trials, self._problem.set_to(pinned))
+                again._try_candidates(again._candidates(again._in_turn()))
+                again._improve()
+                if self._trials.best_s < best_s:
+                    break  # the others have settings that the best plan may have no more
 
     def _in_turn(self) -> list[StepSettings]:
         """The settings that are allowed here and may be faster than the best plan."""
