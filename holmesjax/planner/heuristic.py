@@ -69,8 +69,8 @@ class HeuristicSearch:
     def _look_again(self) -> None:
         """Searches with settings of the best plan pinned, until none of these finds a better one.
 
-        With pins, the list has more of each kind, and the best under the schedule of the plan, not
-        under the first one. So a run that pins what the planner chose would find better plans.
+        A list with pins has more plans of each kind, and they are compared under the schedule that
+        is pinned, not under the first. A run that pins what was chosen would find more otherwise.
         """
         looked: set[ParallelConfig] = set()
         parallel, best_s = self._problem.config.parallel, math.inf
