@@ -23,6 +23,7 @@ from holmesjax.liveness import lease
 from holmesjax.report import goodput, metrics, page as report_page, recorder, trace
 from holmesjax.topology import file as topology_file, loading
 from holmesjax.topology.catalogue import DEVICES, NICS
+from holmesjax.units import show
 from launch import process_logs, restarts
 from launch.arguments import parse
 from launch.launchers import kubernetes, slurm
@@ -61,6 +62,8 @@ def test_every_run_file_can_be_planned_and_its_header_is_a_claim(path):
     assert re.search(f"python -m launch (train|plan) {re.escape(name)}", text)
     assert "Expected:" in text
     assert re.search(r"commit [0-9a-f]{7}", text), "say where the numbers come from"
+    for step in re.findall(r"[Aa] step of ([\d.]+ \w+)", text):
+        assert step == show(loaded.plan.step_time_s, "s")
 
 
 @pytest.mark.parametrize(

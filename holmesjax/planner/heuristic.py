@@ -9,9 +9,11 @@ the best ones are tried.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from holmesjax.config import ParallelConfig
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import (
     in_order,
@@ -22,7 +24,7 @@ from holmesjax.planner.candidates import (
 )
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.layer_split import split
-from holmesjax.planner.problem import Assignment, Segment
+from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
 from holmesjax.planner.stage_layouts import StepSettings
 from holmesjax.planner.step_time import roles, stage_loads, transfer_times
@@ -45,22 +47,61 @@ Way = tuple[tuple[Segment, ...], StepSettings]  # to train, but for the layers a
 class HeuristicSearch:
     """The half of a search that finds good plans soon."""
 
-    def __init__(self, trials: Trials):
+    def __init__(self, trials: Trials, pinned: Problem | None = None):
+        """The search of `trials`, or of those of its plans that have more settings pinned."""
         self._trials = trials
-        self._problem = trials.problem
+        self._problem = pinned or trials.problem
+        allowed = set(shortlist.step_settings(self._problem.config))
+        self._settings = [settings for settings in trials.bounds if settings in allowed]
 
     def run(self) -> None:
-        """Tries the shortlist, then what is near the best of it."""
-        self._try_candidates(self._candidates(self._trials.in_turn()))
+        """Tries the shortlist, then what is near the best of it, then both with pins."""
+        self._try_candidates(self._candidates(self._in_turn()))
         if not self._trials.found:  # estimates of what does not fit kept these out of the list
-            policies = {settings.checkpointing for settings in self._trials.bounds}
+            policies = {settings.checkpointing for settings in self._settings}
             leanest = max(policies, key=CHECKPOINTING.index)
-            lean = [
-                settings for settings in self._trials.in_turn() if settings.checkpointing == leanest
-            ]
+            lean = [settings for settings in self._in_turn() if settings.checkpointing == leanest]
             self._try_candidates(self._candidates(lean))
             self._try_fitting()
         self._improve()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Searches with settings of the best plan pinned, until none of these finds a better one.
+
+        A list with pins has more plans of each kind, and they are compared under the schedule that
+        is pinned, not under the first. A run that pins what was chosen would find more otherwise.
+        """
+        looked: set[ParallelConfig] = set()
+        parallel, best_s = self._problem.config.parallel, math.inf
+        while self._trials.best_s < best_s:
+            best, best_s = self._best(), self._trials.best_s
+            stages, microbatches = len(best.assignment.layers), best.settings.microbatches
+            for pinned in (
+                replace(parallel, stages=stages, microbatches=microbatches),
+                replace(parallel, microbatches=microbatches, schedule=best.order.schedule),
+                replace(parallel, stages=stages, schedule=best.order.schedule),
+            ):
+                if pinned in looked or pinned == parallel:
+                    continue
+                looked.add(pinned)
+                again = HeuristicSearch(self._trials, self._problem.set_to(pinned))
+                again._try_candidates(again._candidates(again._in_turn()))
+                again._improve()
+                if self._trials.best_s < best_s:
+                    break  # the others have settings that the best plan may have no more
+
+    def _in_turn(self) -> list[StepSettings]:
+        """The settings that are allowed here and may be faster than the best plan."""
+        found = set(self._settings)
+        return [
+            settings
+            for settings in self._trials.in_turn()
+            if settings in found and self._trials.bounds[settings] < self._trials.best_s
+        ]
+
+    def _best(self) -> Candidate:
+        return min(self._trials.found.values(), key=lambda candidate: candidate.step_s)
 
     def _candidates(self, in_turn: Sequence[StepSettings]) -> list[Listed]:
         """Lists of segments for the settings that may be good, the best estimates first."""
@@ -70,7 +111,8 @@ class HeuristicSearch:
             if self._trials.bounds[settings] > MOST_ABOVE * least_s:
                 break
             offers = self._trials.offers_of(settings)
-            for item in shortlist.listed(self._problem, settings, offers, MOST_ABOVE * least_s):
+            most_s = min(MOST_ABOVE * least_s, self._trials.best_s)
+            for item in shortlist.listed(self._problem, settings, offers, most_s):
                 key = frozenset(item.segments), settings
                 if key not in found or item.estimate_s < found[key].estimate_s:
                     found[key] = item
@@ -120,7 +162,7 @@ class HeuristicSearch:
         """Changes the best plan in one thing at a time for as long as that helps."""
         tried: set[tuple[tuple[Segment, ...], StepSettings]] = set()
         while self._trials.found:
-            best = min(self._trials.found.values(), key=lambda candidate: candidate.step_s)
+            best = self._best()
             near = [
                 way
                 for way in dict.fromkeys((*self._near(best), *self._with_near_settings(best)))
@@ -146,9 +188,9 @@ class HeuristicSearch:
     def _with_near_settings(self, candidate: Candidate) -> Iterator[Way]:
         """The same segments with other checkpointing, or with the next numbers of microbatches."""
         count, policy = candidate.settings
-        counts = sorted({settings.microbatches for settings in self._trials.bounds})
+        counts = sorted({settings.microbatches for settings in self._settings})
         at = counts.index(count)
-        for settings in self._trials.bounds:
+        for settings in self._settings:
             if settings.microbatches in counts[max(0, at - 1) : at + 2] and (
                 (settings.microbatches == count) != (settings.checkpointing == policy)
             ):
@@ -163,11 +205,12 @@ class HeuristicSearch:
                         yield tuple(segments), settings
 
     def _near(self, candidate: Candidate) -> Iterator[Way]:
-        """Segments with one changed: its mesh or stages, its place, or left out; or a stage moved.
+        """Segments with one changed: mesh, stages, pool or place; or left out; or a stage moved.
 
         A stage that moves to another segment keeps the number of stages, which may be set.
         """
         segments, settings = candidate.assignment.segments, candidate.settings
+        used = {segment.pool for segment in segments}
         with_other = lambda i, other: (*segments[:i], other, *segments[i + 1 :])
         for i, segment in enumerate(segments):
             rest = (*segments[:i], *segments[i + 1 :])
@@ -183,6 +226,11 @@ class HeuristicSearch:
                     ):
                         fewer = giver._replace(num_stages=giver.num_stages - 1)
                         yield (*changed[:j], fewer, *changed[j + 1 :]), settings
+            for pool, offers in self._trials.offers_of(settings).items():
+                if pool not in used and segment.mesh in offers.meshes:
+                    most = int(offers.most_stages[offers.meshes.index(segment.mesh)])
+                    moved = Segment(pool, segment.mesh, min(segment.num_stages, most))
+                    yield with_other(i, moved), settings
             yield rest, settings
             for to in range(len(segments)):
                 yield (*rest[:to], segment, *rest[to:]), settings

@@ -133,6 +133,16 @@ PLANS = (
         tests=("tests/planner/test_search.py::test_no_plan_is_faster[a slow one]",),
     ),
     Bug(
+        name="search-looks-once",
+        module="holmesjax.planner.heuristic",
+        old="        self._look_again()\n",
+        new="",
+        wrong="a plan is faster when the run pins what the planner chose for it",
+        tests=(
+            "tests/planner/test_pins.py::test_pins_never_make_a_plan_better_and_a_plan_can_be_pinned",
+        ),
+    ),
+    Bug(
         name="plan-larger-than-pool",
         module="holmesjax.job",
         old="make_plans(config, topology, say, usable_memory, compares=compares)",

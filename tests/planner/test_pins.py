@@ -9,14 +9,15 @@ import functools
 import itertools
 import math
 import random
+from typing import NamedTuple
 
 import pytest
 
 from holmesjax.config import ParallelConfig
-from holmesjax.errors import HolmesError
+from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.plan import Axis
-from holmesjax.planner import planner, selection, shortlist
+from holmesjax.planner import memory_refusal, planner, search, selection, shortlist
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.planner import make_plan, make_plans
 from holmesjax.planner.problem import Assignment, Segment
@@ -78,7 +79,31 @@ def little_effort(monkeypatch):
 
 
 def with_little(setattr):
+    """Searches take a hundredth of their effort, look for no advice, and free ones run once."""
     setattr(planner, "find_within", functools.partial(selection.find_within, effort=EFFORT))
+    setattr(planner, "search", functools.partial(search.search, effort=EFFORT))
+    setattr(planner, "with_remedy", lambda refusal, problems: refusal)
+    setattr(memory_refusal, "LITTLE", memory_refusal.LITTLE * EFFORT / search.EFFORT)
+    setattr(planner, "_find", remembering(planner._find))
+
+
+def remembering(find):
+    """`planner._find`, whose last result without pins is remembered: each pin asks for it again."""
+    last = []
+
+    def found(config, topology, *args, **more):
+        if config.parallel != ParallelConfig():
+            return find(config, topology, *args, **more)
+        if not last or last[0] is not topology:
+            try:
+                last[:] = topology, find(config, topology, *args, **more), None
+            except PlanError as refusal:
+                last[:] = topology, None, refusal
+        if last[2]:
+            raise last[2]
+        return last[1]
+
+    return found
 
 
 def pinned_to(config, settings):
@@ -93,33 +118,36 @@ def plan_or_none(config, topology, settings=None):
         return None
 
 
-def faults(seed):
-    """Texts of what is wrong with the plans of one case; `better` marks what the bound allows."""
+class Case(NamedTuple):
+    """One random case."""
+
+    faults: list[str]  # what is wrong with its plans
+    gain: float = 0.0  # the share by which other pins are faster, which the bound allows
+
+
+def look_at(seed):
     topology, config, rng = random_case(seed)
     if (free := plan_or_none(config, topology)) is None:
-        return refused_in_vain(config, topology)
+        return Case(refused_in_vain(config, topology))
     if free.exception:  # the only kind of plan then, whatever is set
-        return []
+        return Case([])
     own = {name: pins.chosen(free, name) for name in (*OTHER_PINS, "layers", "clusters")}
     own = {name: value for name, value in own.items() if value is not None}
     chosen = dict(rng.sample(sorted(own.items()), rng.randint(1, len(own))))
-    found = []
+    faults = []
     again = plan_or_none(config, topology, chosen)
     if again is None:
-        found.append(f"refuses its own {chosen}")
+        faults.append(f"refuses its own {chosen}")
     elif abs(again.step_time_s / free.step_time_s - 1) > EXACT:
-        is_slower = again.step_time_s > free.step_time_s
-        found.append(f"{'slower' if is_slower else 'better'} with its own {chosen}")
+        faults.append(f"{again.step_time_s / free.step_time_s - 1:+.2%} with its own {chosen}")
     names = rng.sample(sorted(OTHER_PINS), rng.choice([1, 1, 2, 3]))
     other = {name: rng.choice(OTHER_PINS[name]) for name in names}
     with_other = plan_or_none(config, topology, other)
-    if with_other is not None and not with_other.exception:
-        if with_other.step_time_s < free.bound_s * (1 - EXACT):
-            found.append(f"below the bound with {other}")
-        elif with_other.step_time_s < free.step_time_s * (1 - EXACT):
-            share = 1 - with_other.step_time_s / free.step_time_s
-            found.append(f"better by {share:.2%} with {other}")
-    return found
+    if with_other is None or with_other.exception:
+        return Case(faults)
+    if with_other.step_time_s < free.bound_s * (1 - EXACT):
+        faults.append(f"below the bound with {other}")
+    return Case(faults, max(0.0, 1 - with_other.step_time_s / free.step_time_s))
 
 
 def refused_in_vain(config, topology):
@@ -137,10 +165,6 @@ def refused_in_vain(config, topology):
             if plan_or_none(config, topology, lean) is not None:
                 found.append(f"refuses what fits with {lean}")
     return found
-
-
-def wrong(seed):
-    return [fault for fault in faults(seed) if not fault.startswith("better")]
 
 
 def least_stages(problem, settings):
@@ -219,12 +243,13 @@ def test_a_plan_says_that_tensor_leaves_its_node():
     assert "leaves the node in stage 0 (roce)" in "\n".join(plans.describe(changed))
 
 
-@pytest.mark.parametrize("first", range(0, 24, 6))
-def test_pins_never_make_a_plan_better_and_a_plan_can_be_pinned(first):
-    assert {seed: own for seed in range(first, first + 6) if (own := wrong(seed))} == {}
+# The last three were better with their own settings before a search looked again with these.
+@pytest.mark.parametrize("seeds", [range(6), range(6, 12), range(12, 18), (101, 108, 113)])
+def test_pins_never_make_a_plan_better_and_a_plan_can_be_pinned(seeds):
+    assert {seed: own for seed in seeds if (own := look_at(seed).faults)} == {}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(36_000)
 def test_two_thousand_pinned_plans():
-    assert {seed: own for seed in range(2000) if (own := wrong(seed))} == {}
+    assert {seed: own for seed in range(2000) if (own := look_at(seed).faults)} == {}
