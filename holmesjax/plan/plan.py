@@ -25,6 +25,7 @@ from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
 from holmesjax.schedules.tasks import Task
+from holmesjax.topology.description import each_way
 from holmesjax.topology.fabrics import NETWORKS
 from holmesjax.units import show
 
@@ -348,7 +349,8 @@ def describe(
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
     if plan.pipes:
-        lines.append(f"  pipes     share of the capacity in use: {_pipes(plan.pipes)}")
+        shares_of = each_way({name: f"{share:.0%}" for name, share in plan.pipes.items()})
+        lines.append(f"  pipes     share of the capacity in use: {', '.join(shares_of)}")
     return [
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
@@ -375,22 +377,6 @@ def _tensor_over_network(plan: Plan) -> list[str]:
         "and no faster plan",
         "            was found that keeps it inside nodes",
     ]
-
-
-def _pipes(shares: dict[str, float]) -> str:
-    """Shows both ways of a pipe at once if their shares are equal.
-
-    >>> _pipes({"ib -> roce": 0.5, "roce -> ib": 0.5, "ib -> old": 0.25, "old -> ib": 0.1})
-    'ib <-> roce 50% each way, ib -> old 25%, old -> ib 10%'
-    """
-    texts = {tuple(way.split(" -> ")): f"{share:.0%}" for way, share in shares.items()}
-    told = []
-    for (a, b), text in texts.items():
-        if texts.get((b, a)) != text:
-            told.append(f"{a} -> {b} {text}")
-        elif f"{b} <-> {a} {text} each way" not in told:
-            told.append(f"{a} <-> {b} {text} each way")
-    return ", ".join(told)
 
 
 def _proof(plan: Plan, is_pinned: bool) -> str:

@@ -99,11 +99,11 @@ def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
 def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """The share of each pipe's capacity that a step uses."""
     sent = link_bytes(problem, candidate.assignment, candidate.settings, candidate.order.chunks)
+    used = {pipe: math.fsum(sent.get(way, 0.0) for way in pipe.ways) for pipe in problem.pipes}
     return {
-        " -> ".join(pipe): sent[pipe]
-        / (problem.topology.capacity_bytes_per_s(*pipe) * candidate.step_s)
-        for pipe in problem.pipes
-        if pipe in sent
+        str(pipe): num_bytes / (pipe.capacity_bytes_per_s * candidate.step_s)
+        for pipe, num_bytes in used.items()
+        if num_bytes
     }
 
 
