@@ -196,11 +196,11 @@ class Simulator:
             sent_s[number, own] = leaves_s + ways_s[way[number], own]
             for pipe_LC, hold_s_LC, latency_s_LC in zip(pipe, hold_s, latency_s, strict=True):
                 waits = pipe_LC[self._link[number], own] >= 0
-                waiting, cases, way = number[waits], own[waits], self._link[number[waits]]
-                queue = pipe_LC[way, cases], cases
-                through_s = np.maximum(leaves_s[waits], free_s[queue]) + hold_s_LC[way, cases]
+                waiting, cases, link = number[waits], own[waits], self._link[number[waits]]
+                queue = pipe_LC[link, cases], cases
+                through_s = np.maximum(leaves_s[waits], free_s[queue]) + hold_s_LC[link, cases]
                 free_s[queue] = through_s
-                arrives_s = through_s + latency_s_LC[way, cases]
+                arrives_s = through_s + latency_s_LC[link, cases]
                 sent_s[waiting, cases] = np.maximum(sent_s[waiting, cases], arrives_s)
         return start_s[:count], end_s[:count], sent_s[:count]
 

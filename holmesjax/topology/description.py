@@ -50,17 +50,17 @@ def each_way(texts: Mapping[str, str]) -> list[str]:
     """Lines with the text of each pipe, by its name; both directions at once if they are equal.
 
     >>> each_way({"a -> b": "50%", "b -> a": "50%", "a -> c+d": "25%", "c+d -> a": "10%"})
-    ['a <-> b: 50% each way', 'a -> c+d: 25%', 'c+d -> a: 10%']
+    ['a <-> b 50% each way', 'a -> c+d 25%', 'c+d -> a 10%']
     """
     lines = []
     for name, text in texts.items():
         ways = [way.split(" -> ") for way in name.split(" + ")]
         back = " + ".join(f"{b} -> {a}" for a, b in sorted(ways, key=lambda ends: ends[::-1]))
-        line = f"{back.replace(' -> ', ' <-> ')}: {text} each way"
-        if texts.get(back) != text:
-            lines.append(f"{name}: {text}")
+        line = f"{back.replace(' -> ', ' <-> ')} {text} each way"
+        if texts.get(back) != text or back == name:
+            lines.append(f"{name} {text}")
         elif line not in lines:
-            lines.append(f"{name.replace(' -> ', ' <-> ')}: {text} each way")
+            lines.append(f"{name.replace(' -> ', ' <-> ')} {text} each way")
     return lines
 
 
