@@ -84,6 +84,8 @@ class Commands:
             lines.append(self._write_hosts(c))
         for number, pipe in enumerate(self.lab.pipes):
             lines += self._pipe(number, pipe)
+        for number, pipe in enumerate(self.lab.pipes):
+            lines += self._lead(f"out{number}", pipe.ways, behind=number)
         lines += self._cgroup_root()
         for node in self.lab.nodes:
             lines += [*self._network(node), *self._shaping(node), *self._quota(node)]
@@ -116,7 +118,7 @@ class Commands:
                 f"{tc} filter add dev {into} parent 1: protocol ip pref {CLASSIFY + i} "
                 f"u32 {_between(way)} flowid 1:{minor:x}",
             ]
-        return lines + self._lead(out, pipe.ways, behind=number)
+        return lines
 
     def _lead(self, device: str, ways: Sequence[tuple[int, int]], behind: int = -1) -> list[str]:
         """Leads what comes from a device to the next pipe of its way, after the pipe `behind`."""

@@ -101,6 +101,7 @@ class Plan:
     bound_s: float  # that no plan's predicted step takes less than
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
+    idle_because: dict[str, str] = field(default_factory=dict)  # cluster that is idle -> why
     in_flight: tuple[int, ...] = ()  # microbatches of each stage, if the schedule lets us choose
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
@@ -215,9 +216,9 @@ class Plan:
 
 def _to_dict(plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json")
-    for name in ("pipes", "queues"):
+    for name in ("pipes", "queues", "idle_because"):
         if not values[name]:
-            del values[name]  # so a plan without pipes has the hash that it always had
+            del values[name]  # so a plan without any has the hash that it always had
     return values
 
 
@@ -338,6 +339,7 @@ def describe(
         if len(idle) > IDLE_SHOWN:
             idle = [f"{sum(plan.idle.values())} on {len(plan.idle)} nodes"]
         lines.append(f"  idle      devices: {', '.join(idle)}")
+        lines += [f"            {name}: {why}" for name, why in plan.idle_because.items()]
     boundary = f", {show(plan.boundary_bytes, 'B')} each way between stages"
     lines.append(
         f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
@@ -349,7 +351,10 @@ def describe(
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
     if plan.pipes:
-        shares_of = each_way({name: f"{share:.0%}" for name, share in plan.pipes.items()})
+        queued = {queue.pipe for queue in plan.queues}
+        waits = lambda name: ", where boundaries wait for each other," * (name in queued)
+        texts = {name: f"{share:.0%}{waits(name)}" for name, share in plan.pipes.items()}
+        shares_of = each_way(texts)
         lines.append(f"  pipes     share of the capacity in use: {', '.join(shares_of)}")
     return [
         *lines,
