@@ -27,8 +27,11 @@ def describe(topology: Topology) -> list[str]:
             lines.append(f"  {a} <-> {b}: {_link_text(there)} each way")
         else:
             lines += [f"  {a} -> {b}: {_link_text(there)}", f"  {b} -> {a}: {_link_text(back)}"]
-        round_trip_s = topology.round_trip_s(one.nodes[0].name, other.nodes[0].name)
+        ends = one.nodes[0].name, other.nodes[0].name
+        round_trip_s = topology.round_trip_s(*ends)
         carried = windows.most_bytes_per_s(round_trip_s)
+        if topology.measured and ends in topology.measured.pairs:
+            continue  # with the windows that the kernels have granted
         if carried < max(there.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s):
             lines.append(
                 f"  {a} <-> {b}: a process sends at most {units.show(carried, 'b/s')}, in "
