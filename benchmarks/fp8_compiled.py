@@ -34,8 +34,8 @@ from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.planner.stage_layouts import MeshShape
-from holmesjax.runtime.compilation import compile_stages
-from holmesjax.runtime.stage import Stage
+from holmesjax.runtime.chunk import Chunk
+from holmesjax.runtime.compilation import compile_chunks
 
 NAME = "fp8_compiled"
 PAIRS = {"forward": ("f8e4m3fn", "f8e4m3fn"), "backward": ("f8e4m3fn", "f8e5m2")}
@@ -130,7 +130,7 @@ def compile_here(number: int) -> None:
     model, plan = case.model, memory_compiled.plan_of(case.like)
     devices = described_devices(memory_compiled.NUM_STAGES * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4)
-    stage = Stage(
+    stage = Chunk(
         model=model,
         plan=plan,
         index=0,
@@ -141,7 +141,7 @@ def compile_here(number: int) -> None:
         mask_documents=False,
         kernels=KernelsConfig(attention="pallas"),
     )
-    [programs] = compile_stages([stage])
+    [programs] = compile_chunks([stage])
     texts = [program.as_text() for program in programs.table.values()]
     products = sum(map(products_in, texts), Counter())
     own = {name: products.pop(pair, 0) for name, pair in PAIRS.items()}

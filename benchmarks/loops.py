@@ -18,14 +18,14 @@ import numpy as np
 import optax
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layer_names
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layer_names
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan.plan import Axis, Plan, StagePlan
+from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.timeline import Clock
 
 Tree = Any
@@ -119,7 +119,7 @@ def holmesjax(sizes: Sizes) -> Step:
     """A step as the trainer takes it: batch from the host, programs, transport and timeline."""
     plan = make_plan(sizes)
     stages = [
-        Stage(
+        Chunk(
             model=sizes.model,
             plan=plan,
             index=index,

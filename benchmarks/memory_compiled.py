@@ -40,7 +40,7 @@ from holmesjax import xla_flags
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.costs import memory
 from holmesjax.costs.stage_shape import StageShape
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
@@ -48,7 +48,8 @@ from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.chunk import Chunk
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_shapes import (
     batch_shapes,
     boundary_shape,
@@ -56,7 +57,6 @@ from holmesjax.runtime.program_shapes import (
     replica_shapes,
 )
 from holmesjax.runtime.programs import ProgramKey, Programs
-from holmesjax.runtime.stage import Stage
 
 NAME = "memory_compiled"
 BAR = 1.0 - USABLE_MEMORY
@@ -209,7 +209,7 @@ def compile_here(number: int) -> None:
     devices = described_devices(NUM_STAGES * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4, moments=case.moments)
     for index, mesh in enumerate(build_meshes(plan, devices)):
-        stage = Stage(
+        stage = Chunk(
             model=model,
             plan=plan,
             index=index,
@@ -222,7 +222,7 @@ def compile_here(number: int) -> None:
         )
         shape = shape_of(case, index)
         items = memory.stage_memory_bytes(model, shape)
-        found = moments_of(compile_stages([stage])[0], NUM_STAGES - index)
+        found = moments_of(compile_chunks([stage])[0], NUM_STAGES - index)
         moment = max(found, key=lambda name: found[name])
         compiled, predicted = found[moment] + items["boundaries"], sum(items.values())
         line = {

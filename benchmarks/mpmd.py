@@ -32,14 +32,14 @@ from benchmarks.provenance import RESULTS, provenance
 from holmesjax import job as jobs
 from holmesjax.costs import work
 from holmesjax.job import Job
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.report import metrics
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_shapes import batch_shapes, boundary_shape
 from holmesjax.runtime.programs import Programs
 from holmesjax.schedules.simulation import simulate
-from holmesjax.session import make_stages
+from holmesjax.training_loop import make_chunks
 from launch.launchers.launcher import EventSink, ProcessStart
 from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor
@@ -92,10 +92,10 @@ def cores() -> list[int]:
 def pure(run_dir: str, stage: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of the stage's programs, with nothing around them; runs on the core of the stage."""
     job = jobs.load_saved(run_dir)
-    compat.use_devices({"cpu"}, 1, rehearse=True)
+    platforms.use_devices({"cpu"}, 1, rehearse=True)
     [device] = job.plan.stages[stage].devices
     mesh = build_mesh(job.plan.stages[stage], {device: jax.devices()[0]})
-    programs = compile_stages([make_stages(job, {stage: mesh})[0]])[0]
+    programs = compile_chunks([make_chunks(job, {stage: mesh})[0]])[0]
     found: dict[str, list[float]] = {}
     state = programs.stage.init(0)
     print("ready", flush=True)

@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 from holmesjax.runtime import compilation, program_shapes
+from holmesjax.runtime.chunk import Chunk, Tree
 from holmesjax.runtime.compilation import Compiler
 from holmesjax.runtime.programs import Compiled, ProgramKey, Programs
-from holmesjax.runtime.stage import Stage, Tree
 from launch.__main__ import main
 
-_compile_overlapped = compilation.compile_stage
+_compile_overlapped = compilation.compile_chunk
 
 
-def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
+def compile_chunk(stage: Chunk, compiler: Compiler) -> Programs:
     made = _compile_overlapped(stage, compiler)
     if stage.num_replicas == 1:  # it sends nothing
         return made
@@ -45,5 +45,5 @@ def _backward_and_reduce(backward: Compiled, reduce: Compiled, *args: Any) -> tu
 
 
 if __name__ == "__main__":
-    compilation.compile_stage = compile_stage
+    compilation.compile_chunk = compile_chunk
     raise SystemExit(main())

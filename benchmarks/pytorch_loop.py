@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from holmesjax.config import ModelConfig, OptimizerConfig
-from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
 
 TABLES = ("token.weight", "position.weight", "embed_tokens.weight")  # without weight decay
 

@@ -52,7 +52,7 @@ from holmesjax.config import (
 )
 from holmesjax.costs.products import blocks_forward_flop, head_forward_flop, layer_weight_flop
 from holmesjax.job import Job
-from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.planner.planner import make_plan
 from holmesjax.topology import loading
@@ -174,12 +174,12 @@ def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
     from holmesjax.runtime.kernel_choice import attention_lines, optimizer_lines
     from holmesjax.runtime.pipeline import make_runner
     from holmesjax.runtime.timeline import Clock
-    from holmesjax.session import make_stages
+    from holmesjax.training_loop import make_chunks
 
     job = make_job(config, kind)
     program_cache.use(AUTO, os.environ, print)  # a second try does not compile again
     meshes = build_meshes(job.plan, jax.devices()[:1])
-    stages = make_stages(job, dict(enumerate(meshes)))
+    stages = make_chunks(job, dict(enumerate(meshes)))
     runner = make_runner(job.plan, stages)
     states = runner.init(config.train.seed)
     recompute = job.plan.activation_checkpointing

@@ -16,17 +16,19 @@ from typing import Any, Literal
 
 import yaml
 
-from holmesjax import config as configs, hub_names, units, update_rules, xla_flags, yaml_files
-from holmesjax.config import BYTES, Config
+from holmesjax import config as configs, hub_names, units, xla_flags
+from holmesjax.config import BYTES, Config, update_rules
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
+from holmesjax.files import yaml_files
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing, hardware
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layers.distinct_kinds import kind_names
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.distinct_kinds import kind_names
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.optimizers import groups
 from holmesjax.plan import mfu, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
@@ -36,7 +38,6 @@ from holmesjax.topology import description, loading, saving
 from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.transport import buffers
-from holmesjax.whole_files import write_whole
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"

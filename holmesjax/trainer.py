@@ -19,37 +19,37 @@ from jax.sharding import Mesh
 
 from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
-from holmesjax.checkpoints import checkpoint, manifest, resume, second_reading, writing
+from holmesjax.checkpoints import manifest, restoring, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
+from holmesjax.checkpoints.committing import Due, Saves
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.data import cluster_paths
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
-from holmesjax.helper_process import StoppedError
+from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
 from holmesjax.job import Job
-from holmesjax.layers.model_layers import forget
-from holmesjax.lease import Lease
+from holmesjax.layer_specs.model_layers import forget
+from holmesjax.liveness.helper_process import StoppedError
+from holmesjax.liveness.lease import Lease
 from holmesjax.models.own_model import name_of
 from holmesjax.optimizers.optimizer import State
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.report import metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.report.shown_plan import ShownPlan
 from holmesjax.runtime import program_cache, stage_arrays
+from holmesjax.runtime.chunk import Chunk, Tree
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
-from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, make_runner
-from holmesjax.runtime.stage import Stage, Tree
 from holmesjax.runtime.stage_arrays import StageArrays
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Clock
-from holmesjax.session import Session, make_stages, read_batches
-from holmesjax.yaml_files import as_overrides
+from holmesjax.runtime.whole_step import WholeStep
+from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
 
 Record = dict[str, Any]  # of a step, as `metrics.jsonl` has it
 
@@ -111,8 +111,8 @@ class Trainer:
         self._callbacks = Callbacks(self, callbacks)
         self._going: Generator[Record | None] | None = None  # the run, while it goes on
         self._is_stepwise = False  # whether somebody asks for each step
-        self._session: Session | None = None  # while there are arrays
-        self._stages: Sequence[Stage] = ()  # of the session
+        self._session: TrainingLoop | None = None  # while there are arrays
+        self._stages: Sequence[Chunk] = ()  # of the session
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -145,7 +145,7 @@ class Trainer:
         """
         return stage_arrays.of(self._stages, self._session_now().states)
 
-    def _session_now(self) -> Session:
+    def _session_now(self) -> TrainingLoop:
         if self._session is None:
             raise HolmesError(
                 "Trainer",
@@ -320,7 +320,7 @@ class Trainer:
         for line in start.describe():
             self._print(line)
         self._session = None  # the arrays of an attempt before this
-        stages = self._make_stages()
+        stages = self._make_chunks()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "progress", None)
@@ -329,7 +329,7 @@ class Trainer:
             runner = self._make_runner(stages)
             compile_s = time.perf_counter() - compiles_s
             states = (
-                checkpoint.restore(start.checkpoint, stages)
+                restoring.restore(start.checkpoint, stages)
                 if start.checkpoint
                 else runner.init(config.train.seed)
             )
@@ -361,7 +361,7 @@ class Trainer:
                 self._callbacks.on_saves()
                 return self._stopping
 
-            session = Session(
+            session = TrainingLoop(
                 config=config,
                 runner=runner,
                 batches=batches,
@@ -429,22 +429,22 @@ class Trainer:
         alarm.attach(saves.outstanding, say)
         return saves
 
-    def _make_runner(self, stages: Sequence[Stage]) -> Pipeline | OneStage:
+    def _make_runner(self, stages: Sequence[Chunk]) -> Pipeline | WholeStep:
         train = self.job.config.train
         sorts = {"evaluates": train.eval_every > 0, "ramps": bool(train.rampup)}
         return make_runner(self.job.plan, stages, **sorts)
 
-    def _make_stages(self) -> list[Stage]:
+    def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""
         topology, plan, config = self.job.topology, self.job.plan, self.job.config.run
         kinds, count = topology.device_kinds, topology.num_devices
-        compat.use_devices(kinds, count, rehearse=config.rehearse)
+        platforms.use_devices(kinds, count, rehearse=config.rehearse)
         # Before this process uses a device, whose memory a check needs.
         numbers = range(len(plan.stages))
         unproven = find_unproven(self.job, numbers, nics.discover, os.environ, self._print)
         meshes = build_meshes(plan, jax.devices())
         program_cache.use(config.compilation_cache, os.environ, self._print)
-        stages = make_stages(self.job, dict(enumerate(meshes)), unproven)
+        stages = make_chunks(self.job, dict(enumerate(meshes)), unproven)
         self._print(*attention_lines(stages), *optimizer_lines(stages))
         return stages
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError, of_system
 from holmesjax.hosts import jax_settings
+from holmesjax.liveness import hung_main_thread
 from launch import outputs
 from launch.arguments import parse
 from launch.launchers.table import LAUNCHERS

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
-from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, PeerError
+from holmesjax.liveness import hung_main_thread
 
 CHECK_S = 0.5
 NOTICED_S = 2.0  # between two turns

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmesjax import json_text
 from holmesjax.errors import REQUEUE, FatalError
-from holmesjax.whole_files import write_whole
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 from launch.process_logs import LOGS
 
 RECORD = "restarts.json"

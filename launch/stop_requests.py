@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE
+from holmesjax.liveness import hung_main_thread
 
 
 class StopRequests:

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax import lease
 from holmesjax.checkpoints import committed, manifest, resume, second_reading
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
+from holmesjax.checkpoints.committing import Due, Saves
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.checkpoints.saves import Due, Saves
 from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
@@ -61,7 +60,8 @@ from holmesjax.errors import (
 )
 from holmesjax.hosts import computing
 from holmesjax.job import Job
-from holmesjax.lease import Lease
+from holmesjax.liveness import lease
+from holmesjax.liveness.lease import Lease
 from holmesjax.plan.processes import make_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
-from holmesjax import hung_main_thread
 from holmesjax.errors import REQUEUE, PeerError
+from holmesjax.liveness import hung_main_thread
 from holmesjax.runtime.step_timeout import Progress
 from launch.launchers.launcher import leaving
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from holmesjax.layers import transformer
+from holmesjax.layer_specs import transformer
 
 DEAR = "tests.layer_kinds:dear"
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layer_names, layers
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layer_names, layers
 from holmesjax.models.layer import apply, init_params, statements
 from holmesjax.models.transformer import TABLE
 from holmesjax.optimizers.optimizer import make_optimizer

@@ -17,10 +17,10 @@ from jax.experimental import multihost_utils
 
 def shards(stage, state):
     """array -> box -> SHA-256 of what is there, of the devices of this process."""
-    from holmesjax.checkpoints import checkpoint
+    from holmesjax.checkpoints import restoring
 
     found = {}
-    for key, x in checkpoint.flatten(state).items():
+    for key, x in restoring.flatten(state).items():
         for shard in x.addressable_shards:
             box = str([s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True)])
             content = np.ascontiguousarray(shard.data)
@@ -29,16 +29,16 @@ def shards(stage, state):
 
 
 def digests_of(state):
-    from holmesjax.checkpoints import checkpoint, digests
+    from holmesjax.checkpoints import digests, restoring
 
-    return digests.of(checkpoint.flatten(state))
+    return digests.of(restoring.flatten(state))
 
 
 def make_stage():
-    from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+    from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
     # On four devices all but the norms are cut, over two axes; on more processes or fewer alike.
-    return make_stages(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]
+    return make_chunks(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]
 
 
 def main(rank, num_processes, port):

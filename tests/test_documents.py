@@ -12,12 +12,14 @@ import pytest
 
 from benchmarks.lab_rows import ROWS
 from docs import package_graph, pictures
-from holmesjax import config as configs, job, lease, yaml_files
+from holmesjax import config as configs, job
 from holmesjax.checkpoints import resume, skipped_data
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
+from holmesjax.files import yaml_files
 from holmesjax.job import Job
 from holmesjax.lab import scaled_topology as lab
+from holmesjax.liveness import lease
 from holmesjax.report import goodput, metrics, page as report_page, recorder, trace
 from holmesjax.topology import file as topology_file, loading
 from holmesjax.topology.catalogue import DEVICES, NICS

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from holmesjax import Callback, Trainer
-from holmesjax.checkpoints import checkpoint, digests, manifest
+from holmesjax.checkpoints import digests, manifest, restoring
 from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics
 from holmesjax.runtime import stage_arrays
-from holmesjax.runtime.stage import StageState
+from holmesjax.runtime.chunk import ChunkState
 from launch.__main__ import main
 
 PAGE = (CHECKOUT / "docs/from_python.md").read_text()
@@ -81,7 +81,7 @@ def test_the_code_of_the_page_trains_as_a_plain_run(tmp_path, capsys, monkeypatc
     for own in (metrics.read(tmp_path / "loop"), records):
         assert [r["loss"] for r in own] == [r["loss"] for r in plain]
     state = {"params": trainer.params, "opt_state": trainer.opt_state}
-    assert digests.of(checkpoint.flatten(jax.device_get(state))) == whole
+    assert digests.of(restoring.flatten(jax.device_get(state))) == whole
     assert np.isclose(records[3]["head_norm"], np.linalg.norm(state["params"]["head"]["output_DV"]))
     for record in records:
         assert record["own/loss"] == record["loss"]
@@ -122,7 +122,7 @@ def test_a_stage_with_several_chunks_has_the_layers_of_all():
     trees[3] |= {"embed": {"w": "a copy"}}  # of a tied table
     frozen = [{layer: {"v": f"frozen {layer}"} for layer in own} for _, own in plan.chunks]
     states = [
-        StageState(*own) for own in zip(trees, [(7, own) for own in trees], frozen, strict=True)
+        ChunkState(*own) for own in zip(trees, [(7, own) for own in trees], frozen, strict=True)
     ]
     first, second = stage_arrays.of(found, states)
     assert [own.mesh for own in (first, second)] == [0, 1]

@@ -13,11 +13,11 @@ from holmesjax import config as configs
 from holmesjax.config import TABLE
 from holmesjax.data.batches import model_inputs
 from holmesjax.errors import ConfigError, DataError
-from holmesjax.layers.model_layers import EMBED, HEAD, forget, layers
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, forget, layers
 from holmesjax.models.layer import keys_of
 from holmesjax.models.own_model import Random, layers_of
-from holmesjax.session import read_batches
 from holmesjax.trainer import Trainer
+from holmesjax.training_loop import read_batches
 from tests.jobs import ROOT, write_run
 from tests.models.test_own_model import initial
 

@@ -13,10 +13,10 @@ import pytest
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.plan.plan import Plan
-from holmesjax.runtime.compilation import compile_stages, compile_whole_step
-from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.pipeline import in_one_process
-from tests.runtime.test_pipeline import hand_made_plan, make_stages
+from holmesjax.runtime.whole_step import WholeStep
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks
 
 # Heads of 64 numbers are whole blocks of int8, and together wider than the model. The parts of the
 # feed-forward of "llama" on two devices are blocks and a half.
@@ -108,7 +108,7 @@ class Row(NamedTuple):
     @property
     def stages(self):
         kernels = KernelsConfig(attention="reference", cross_entropy=self.cross_entropy)
-        return make_stages(
+        return make_chunks(
             self.model, self.plan, config=self.optimizer, mask=self.mask, kernels=kernels
         )
 
@@ -133,13 +133,13 @@ class Row(NamedTuple):
 def compiled(row: Row):
     """The programs of each chunk; of one stage, those of its whole step."""
     stages = row.stages
-    return compile_stages(stages) if len(stages) > 1 else compile_whole_step(stages[0])
+    return compile_chunks(stages) if len(stages) > 1 else compile_whole_step(stages[0])
 
 
 def runner(row: Row, plan: Plan):
     """Runs a plan that needs the programs of a row."""
     programs = compiled(row)
-    return in_one_process(plan, programs) if isinstance(programs, list) else OneStage(programs)
+    return in_one_process(plan, programs) if isinstance(programs, list) else WholeStep(programs)
 
 
 # In the order of the fields of `Row`; "-" is the default.

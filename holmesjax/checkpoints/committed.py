@@ -13,9 +13,9 @@ import json
 import os
 from pathlib import Path
 
-from holmesjax import json_text
 from holmesjax.errors import CheckpointError
-from holmesjax.whole_files import write_whole
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 
 RECORD = "committed.json"
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from holmesjax import json_text
 from holmesjax.checkpoints import committed
 from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError
-from holmesjax.whole_files import write_whole
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
 PART = "part_"

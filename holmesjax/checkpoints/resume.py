@@ -17,18 +17,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from holmesjax import job as jobs, json_text, schema
+from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
+from holmesjax.files import json_text, schema
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
-from holmesjax.lease import Lease
+from holmesjax.liveness.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
-from holmesjax.whole_files import write_whole
 
 ALLOWED = "allowed.json"  # in the run folder
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holmesjax import helper_process
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import DamagedError, PeerError
 from holmesjax.hosts.process_environment import die_with
+from holmesjax.liveness import helper_process
 
 DAMAGED = 3  # the exit status where it finds so, too
 LIMIT_S = 3600.0  # to read a part
@@ -107,7 +107,7 @@ def _look(path: Path, part: str | None) -> int:
         manifest.verify(found)
         if part:
             # Imported here: only arrays need JAX.
-            arrays = importlib.import_module("holmesjax.checkpoints.checkpoint")
+            arrays = importlib.import_module("holmesjax.checkpoints.restoring")
             arrays.verify_arrays(found, part, _Teller(path))
     except (DamagedError, OSError):
         return DAMAGED

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holmesjax import json_text
 from holmesjax.config import TrainConfig
 from holmesjax.errors import CheckpointError, FatalError
-from holmesjax.whole_files import write_whole
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 
 RECORD = "skipped.json"
 MOST = 3  # the most times that a run goes back to the same step

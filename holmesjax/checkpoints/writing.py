@@ -13,17 +13,17 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax.checkpoints import digests, manifest
-from holmesjax.checkpoints.checkpoint import CHUNK_BYTES, Arrays, flatten
 from holmesjax.checkpoints.orbax_errors import reason, silence_orbax
+from holmesjax.checkpoints.restoring import CHUNK_BYTES, Arrays, flatten
 from holmesjax.config import ModelConfig
-from holmesjax.layers.model_layers import EMBED, layers
+from holmesjax.layer_specs.model_layers import EMBED, layers
 from holmesjax.runtime import domain
-from holmesjax.runtime.stage import Dtypes, Stage, StageState
+from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
 
 TIMEOUT_S = 1200  # of a save
 
 
-def owned(stage: Stage, state: StageState) -> Arrays:
+def owned(stage: Chunk, state: ChunkState) -> Arrays:
     """The arrays that a stage saves: all but a borrowed token table."""
     arrays = flatten(state)
     if stage.borrows_table:
@@ -103,7 +103,7 @@ def _described(arrays: Arrays, part: str) -> dict[str, dict[str, Any]]:
 
 # A writer tells when its parts are on disk: the step, each array's dtype, shape, digest and
 # part, and what its files are; or when they cannot be written: the step, and why, in one line.
-# Whoever hears it from all stages commits the checkpoint (`saves`).
+# Whoever hears it from all stages commits the checkpoint (`committing`).
 OnSaved = Callable[[int, dict[str, dict[str, Any]], manifest.Files], None]
 
 OnFailed = Callable[[int, str], None]
@@ -128,7 +128,7 @@ class Writer:
     def __init__(
         self,
         run_dir: str | Path,
-        stages: Sequence[Stage],
+        stages: Sequence[Chunk],
         saved: OnSaved,
         failed: OnFailed,
         check: Callable[[], None] = lambda: None,
@@ -157,7 +157,7 @@ class Writer:
             for checkpointer in self._checkpointers:
                 checkpointer.close()
 
-    def save(self, step: int, states: Sequence[StageState]) -> None:
+    def save(self, step: int, states: Sequence[ChunkState]) -> None:
         """Starts to write the states of the writer's stages after `step` optimizer steps."""
         self.wait()
         path = manifest.folder_of(self._run_dir, step)

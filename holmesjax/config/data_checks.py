@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from holmesjax import schema
 from holmesjax.config.data_sections import MIXTURE, PYTHON_STDLIB, DataConfig
+from holmesjax.config.data_sources import SOURCES
 from holmesjax.config.mistakes import wrong
 from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.training_sections import TrainConfig
-from holmesjax.data_sources import SOURCES
 from holmesjax.errors import ConfigError
+from holmesjax.files import schema
 
 
 def corpus_or_mixture(data: DataConfig) -> Iterator[ConfigError]:

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from holmesjax import schema
 from holmesjax.config.allowed_values import STRICT, Count, Fraction, NonNegative, Text, Tokens
+from holmesjax.config.data_sources import SOURCES
 from holmesjax.config.mistakes import refuse_mistakes
-from holmesjax.data_sources import SOURCES
+from holmesjax.files import schema
 
 MIXTURE = "mixture"  # a corpus that stands for those of `data.mixture`
 PYTHON_STDLIB = "python-stdlib"  # a corpus that every machine has

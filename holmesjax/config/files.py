@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holmesjax import schema, yaml_files
 from holmesjax.config.mistakes import mistakes_of
 from holmesjax.config.model_sections import PRESET, LoraConfig, ModelConfig
 from holmesjax.config.sections import Config
 from holmesjax.errors import ConfigError, Mistakes
-from holmesjax.yaml_files import Document
+from holmesjax.files import schema, yaml_files
+from holmesjax.files.yaml_files import Document
 
 CHECKOUT = Path(__file__).parent.parent.parent
 GONE = {"distributed.transport": "delete it: boundaries always travel over TCP"}

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from holmesjax import schema
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.files import schema
 
 # By the sections that a check reads: the checks. `checks` fills it.
 Check = Callable[..., Iterator[ConfigError]]

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from holmesjax import schema, yaml_files
 from holmesjax.config.mistakes import multiples, wrong
 from holmesjax.config.model_sections import (
     ALL_LINEAR,
@@ -15,8 +14,9 @@ from holmesjax.config.model_sections import (
     ModelConfig,
     RotaryScalingConfig,
 )
+from holmesjax.config.rotary import SCALINGS
 from holmesjax.errors import ConfigError
-from holmesjax.rotary import SCALINGS
+from holmesjax.files import schema, yaml_files
 
 
 def heads_share_width(model: ModelConfig) -> Iterator[ConfigError]:

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from holmesjax import schema
 from holmesjax.config.allowed_values import (
     STRICT,
     Count,
@@ -24,7 +23,8 @@ from holmesjax.config.allowed_values import (
     Width,
 )
 from holmesjax.config.mistakes import refuse_mistakes
-from holmesjax.rotary import SCALINGS
+from holmesjax.config.rotary import SCALINGS
+from holmesjax.files import schema
 
 PRESET = "preset"  # in section `model`: a file of configs/models/, for what the section leaves out
 WINDOW_BLOCK = "window_block"  # the kind of layer that `model.window` is for
@@ -57,7 +57,7 @@ LoraTargets = Annotated[tuple[Annotated[str, schema.OneOf(LORA_TARGETS)], ...], 
 class RotaryScalingConfig:
     """Rotary frequencies for sequences that are longer than in a model's first training.
 
-    `holmesjax.rotary` has the formula of each type, and the settings that it needs.
+    `holmesjax.config.rotary` has the formula of each type, and the settings that it needs.
     """
 
     type: Annotated[str, schema.OneOf(SCALINGS)]  # name of the formula

@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from holmesjax import schema
 from holmesjax.config.allowed_values import MOST_S, STRICT, Count, Flag, Positive, Seconds, Text
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import refuse_mistakes
 from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
+from holmesjax.files import schema
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
 AUTO = "auto"

@@ -8,8 +8,8 @@ from holmesjax.config.mistakes import wrong
 from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.sections import KernelsConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
+from holmesjax.config.update_rules import RATE_SCHEDULES, RULES
 from holmesjax.errors import ConfigError
-from holmesjax.update_rules import RATE_SCHEDULES, RULES
 from kernels.attention.choice import HALF_PRECISION
 
 

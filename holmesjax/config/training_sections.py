@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from holmesjax import schema
 from holmesjax.config.allowed_values import (
     STRICT,
     Count,
@@ -20,7 +19,8 @@ from holmesjax.config.allowed_values import (
     Tokens,
 )
 from holmesjax.config.mistakes import refuse_mistakes
-from holmesjax.update_rules import RATE_SCHEDULES, REFUSED, RULES, NumberFormat
+from holmesjax.config.update_rules import RATE_SCHEDULES, REFUSED, RULES, NumberFormat
+from holmesjax.files import schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

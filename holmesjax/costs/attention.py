@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from holmesjax.config import Config
 from holmesjax.costs.implementation import Implementation
-from holmesjax.layers.kind import Attention
+from holmesjax.layer_specs.kind import Attention
 from holmesjax.topology import catalogue
 from holmesjax.topology.calibration import UNKNOWN, Product
 from holmesjax.topology.machines import DeviceKind

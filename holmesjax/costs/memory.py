@@ -15,8 +15,8 @@ from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
 from holmesjax.costs.parameters import held_parameters, largest_layer_parameters
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.kind import Kind
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.kind import Kind
 from holmesjax.topology.machines import Numbers
 
 # Buffers of each boundary array: one is sent or received while another is filled or read.

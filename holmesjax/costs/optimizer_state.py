@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.config import ModelConfig
+from holmesjax.config.update_rules import Kept, NumberFormat, factored_dims
 from holmesjax.costs.parameters import Extent, num_parameters, stage_extents
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
-from holmesjax.layers.distinct_kinds import block_counts, kinds
-from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS, Parameter
-from holmesjax.layers.model_layers import cached
+from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
+from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Parameter
+from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import Numbers, Sizes
-from holmesjax.update_rules import Kept, NumberFormat, factored_dims
 
 # Bytes of a number that an optimizer keeps; int8 has a float32 scale for 64 numbers.
 KEPT_BYTES: dict[NumberFormat, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 64}

@@ -1,6 +1,6 @@
 """The parameters of layers and stages, by the mesh axes that cut them.
 
-All of it derives from what the kinds of a model's layers state (`layers.kind`).
+All of it derives from what the kinds of a model's layers state (`layer_specs.kind`).
 
     D  model width   V  vocabulary size   T  tokens in all
 """
@@ -13,9 +13,9 @@ import numpy as np
 
 from holmesjax.config import TABLE, ModelConfig
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
-from holmesjax.layers.distinct_kinds import block_counts, kinds
-from holmesjax.layers.kind import PARTS_DIM, Kind, Parameter
-from holmesjax.layers.model_layers import cached, layers
+from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
+from holmesjax.layer_specs.kind import PARTS_DIM, Kind, Parameter
+from holmesjax.layer_specs.model_layers import cached, layers
 from holmesjax.topology.catalogue import FP8
 from holmesjax.topology.machines import Numbers, Sizes
 

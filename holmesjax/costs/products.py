@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs.optimizer_state import Matrix
-from holmesjax.layers.distinct_kinds import block_counts, kinds
-from holmesjax.layers.kind import Kind
+from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
+from holmesjax.layer_specs.kind import Kind
 from holmesjax.topology.calibration import Product, flop
 
 

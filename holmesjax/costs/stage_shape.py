@@ -9,12 +9,12 @@ the seconds of layers.
 from dataclasses import dataclass
 
 from holmesjax.config import Checkpointing, ModelConfig
+from holmesjax.config.update_rules import Kept
 from holmesjax.costs.attention import AskedAttention
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.kind import Kind
-from holmesjax.layers.model_layers import cached
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.kind import Kind
+from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import Sizes
-from holmesjax.update_rules import Kept
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

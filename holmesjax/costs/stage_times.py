@@ -26,9 +26,9 @@ from holmesjax.costs.products import (
     trained_products,
 )
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.kind import Kind
-from holmesjax.layers.model_layers import cached
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.kind import Kind
+from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import DeviceKind, Numbers
 from kernels.attention.choice import AttentionChoice
 

@@ -11,7 +11,7 @@ import numpy as np
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs.parameters import row_numbers
 from holmesjax.costs.stage_shape import DTYPE_BYTES
-from holmesjax.layers.kind import Kind
+from holmesjax.layer_specs.kind import Kind
 from holmesjax.topology.machines import Numbers, Sizes
 
 # Bytes of float32 logits that a device computes at a time: more tokens are cut into chunks.
@@ -47,7 +47,7 @@ def parts_received(kind: Kind, length: int, context: Sizes = 1) -> Numbers:
     A ring brings the parts of all other devices. With a window, a device receives the runs that
     precede each of its own two, as far as the window reaches (`kernels.attention.ring`).
 
-    >>> from holmesjax.layers.distinct_kinds import kinds
+    >>> from holmesjax.layer_specs.distinct_kinds import kinds
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=64,
     ...                     pattern=("window_block",), window=9)
     >>> [block] = kinds(model).blocks  # runs of 8 tokens
@@ -83,7 +83,7 @@ def all_reduces(kind: Kind, checkpointing: Checkpointing) -> list[tuple[int, int
     arrays are summed in a forward and in a backward. `full` checkpointing runs the forward of a
     Transformer layer again.
 
-    >>> from holmesjax.layers.distinct_kinds import kinds
+    >>> from holmesjax.layer_specs.distinct_kinds import kinds
     >>> [block] = kinds(ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4)).blocks
     >>> all_reduces(block, "none"), all_reduces(block, "full")
     ([(8, 2, 2)], [(8, 2, 4)])

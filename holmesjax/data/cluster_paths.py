@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holmesjax import schema
 from holmesjax.config import Config, DataConfig
 from holmesjax.data import sources
 from holmesjax.errors import ConfigError, DataError
+from holmesjax.files import schema
 
 
 def here(data: DataConfig, cluster: str) -> DataConfig:

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from holmesjax.config import Config, DataConfig
+from holmesjax.config.data_sources import SOURCES
 from holmesjax.data.mixing import Schedule
-from holmesjax.data.pieces import Pieces
-from holmesjax.data_sources import SOURCES
+from holmesjax.data.text_pieces import Pieces
 from holmesjax.errors import DataError
 
 

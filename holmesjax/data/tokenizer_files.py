@@ -21,9 +21,9 @@ from holmesjax.data import (
     tokenizer_marks,
     tokenizer_paths,
 )
+from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import DEFAULT, ChatTemplate, Message
-from holmesjax.data.pieces import Pieces
-from holmesjax.data.tokenizer import BEGIN
+from holmesjax.data.text_pieces import Pieces
 from holmesjax.data.tokenizer_marks import Marks
 from holmesjax.data.tokenizer_paths import (
     CONFIG,

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from holmesjax import json_text
-from holmesjax.whole_files import write_whole
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 
 FOLDER = ".holmesjax"  # beside the files
 THREADS = 4

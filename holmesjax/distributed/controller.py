@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
+from holmesjax.distributed.member_records import Seat
 from holmesjax.distributed.messages import (
     BEATS,
     PROTOCOL,
@@ -45,7 +46,6 @@ from holmesjax.distributed.messages import (
     Warned,
     decode_of_member,
 )
-from holmesjax.distributed.seats import Seat
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import computing
 from holmesjax.plan.processes import Process

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holmesjax import hung_main_thread
 from holmesjax.distributed.member_link import MemberLink
 from holmesjax.distributed.messages import (
     BEATS,
@@ -38,6 +37,7 @@ from holmesjax.distributed.messages import (
     encode_of_member,
 )
 from holmesjax.errors import HolmesError, PeerError
+from holmesjax.liveness import hung_main_thread
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.step_timeout import Work
 from holmesjax.transport.records import R, Record, decode

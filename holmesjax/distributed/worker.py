@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from holmesjax import hung_main_thread, job as jobs, lease
-from holmesjax.checkpoints import checkpoint, manifest, skipped_data, writing
+from holmesjax import job as jobs
+from holmesjax.checkpoints import manifest, restoring, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, sources, whole_digests
 from holmesjax.data.batches import Batches
@@ -48,21 +48,22 @@ from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.job import Job
-from holmesjax.parallel import compat
+from holmesjax.liveness import hung_main_thread, lease
+from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_mesh
 from holmesjax.plan.processes import Process, domain_fabric, make_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
-from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime.chunk import Chunk
+from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
-from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, in_one_process
-from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Work
 from holmesjax.runtime.timeline import Clock
-from holmesjax.session import Session, make_stages, read_batches
+from holmesjax.runtime.whole_step import WholeStep
+from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
 from holmesjax.transport import connections
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.records import Record
@@ -201,7 +202,7 @@ class Worker:
         )
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
-        stages = self._make_stages(self._join(start), start)
+        stages = self._make_chunks(self._join(start), start)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack, self._giving_up():
             read = functools.partial(read_batches, config)
             reading = pool.submit(patiently, read, has_trained=has_trained)
@@ -219,12 +220,12 @@ class Worker:
             member.status("was reading the checkpoint")
             saved = self._checkpoint(start.resume)
             states = (
-                checkpoint.restore(saved, stages)
+                restoring.restore(saved, stages)
                 if saved
                 else runner.init(job.config.train.seed, member.advance)
             )
             epoch = self._env.get("HOLMES_EPOCH")  # a scheduler sets none
-            session = Session(
+            session = TrainingLoop(
                 config=job.config,
                 runner=runner,
                 batches=batches,
@@ -307,7 +308,7 @@ class Worker:
         """Joins the domain, and returns the mesh of its stage."""
         job, me = self._job, self._me
         kinds = domain.device_kinds(job, self._domain)
-        compat.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
+        platforms.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         devices = domain.join(me, self._domain, start.coordinator, self._config)
         if self._held_port is not None:
             self._held_port.close()
@@ -319,25 +320,25 @@ class Worker:
         if self._me.leads:
             print(text, flush=True)
 
-    def _make_stages(self, mesh: Mesh, start: JobStart) -> list[Stage]:
+    def _make_chunks(self, mesh: Mesh, start: JobStart) -> list[Chunk]:
         """The chunks of the stage on its mesh."""
-        stages = make_stages(self._job, {self._me.stage: mesh}, start.unproven)
+        stages = make_chunks(self._job, {self._me.stage: mesh}, start.unproven)
         for line in (*attention_lines(stages), *optimizer_lines(stages)):
             self._say(line)
         return stages
 
-    def _make_runner(self, stages: list[Stage], ports: Ports) -> Pipeline | OneStage:
+    def _make_runner(self, stages: list[Chunk], ports: Ports) -> Pipeline | WholeStep:
         member = self._member
         if len(self._job.plan.stages) == 1 and self._job.config.train.rampup:
-            return in_one_process(self._job.plan, compile_stages(stages, member.advance))
+            return in_one_process(self._job.plan, compile_chunks(stages, member.advance))
         if len(self._job.plan.stages) == 1:
             evaluates = self._job.config.train.eval_every > 0
             whole = compile_whole_step(stages[0], evaluates=evaluates, compiled=member.advance)
-            return OneStage(whole)
+            return WholeStep(whole)
         # First, while all are as far: some compile for longer than a neighbour would wait.
         self._tcp = transport = self._connect(crossings(stages[0]), stages[0].mesh, ports)
         member.status("was compiling")
-        programs = compile_stages(stages, member.advance)
+        programs = compile_chunks(stages, member.advance)
         return Pipeline(self._job.plan, programs, transport, self._waits_for)
 
     def _connect(self, all_crossings: Sequence[Crossing], mesh: Mesh, ports: Ports) -> TcpTransport:

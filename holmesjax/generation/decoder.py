@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from holmesjax.boxes import Box
-from holmesjax.checkpoints import checkpoint
+from holmesjax.checkpoints import restoring
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS, Kind, Parameter
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.array_boxes import Box
+from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Kind, Parameter
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import key_cache
 from holmesjax.models.key_cache import Cache
 from holmesjax.models.layer import apply, statements
@@ -113,7 +113,7 @@ def restored_params(
     homes = _homes(model, parts)
     where = lambda layer, own: homes[layer].sharding_of(own) if layer in homes else None
     params = {}
-    for layer, tree in checkpoint.restore_layers(found, model, where, ema=ema, only=homes):
+    for layer, tree in restoring.restore_layers(found, model, where, ema=ema, only=homes):
         params[layer] = tree
         advance()
     return params

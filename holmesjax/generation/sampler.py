@@ -22,6 +22,7 @@ from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import BYTES, DataConfig, ModelConfig
+from holmesjax.config.rotary import switch_length
 from holmesjax.data import sources, tokenizer_files
 from holmesjax.data.sources import Tokenizer
 from holmesjax.errors import CheckpointError, ConfigError, DamagedError
@@ -30,9 +31,8 @@ from holmesjax.generation.sampling import Sampling, draw
 from holmesjax.generation.stop_strings import StopStrings
 from holmesjax.hugging_face import folder
 from holmesjax.models.layer import Params
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.rotary import switch_length
 
 EndedBy = Literal["end", "stop", "length"]
 
@@ -330,7 +330,7 @@ def _planned(run_dir: str | Path) -> list[ModelPart]:
     os.environ.update(job.environment(os.environ))  # before JAX asks for a device
     topology, plan = job.topology, job.plan
     kinds, count = topology.device_kinds, topology.num_devices
-    compat.use_devices(kinds, count, rehearse=job.config.run.rehearse)
+    platforms.use_devices(kinds, count, rehearse=job.config.run.rehearse)
     meshes = build_meshes(plan, jax.devices())
     return [ModelPart(layers=names, mesh=meshes[stage]) for stage, names in plan.chunks]
 

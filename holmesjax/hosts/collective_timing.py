@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from holmesjax.parallel import collectives, compat
+from holmesjax.parallel import collectives, platforms
 from holmesjax.topology.file import CollectiveKind
 
 ITEM_BYTES = 4  # float32
@@ -34,7 +34,7 @@ class Collectives:
     def __init__(
         self, coordinator: str, num_nodes: int, rank: int, *, on_cpu: bool, timeout_s: float
     ):
-        compat.use_devices({"cpu"} if on_cpu else {"gpu"}, 1, rehearse=on_cpu)
+        platforms.use_devices({"cpu"} if on_cpu else {"gpu"}, 1, rehearse=on_cpu)
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             coordinator,
@@ -81,7 +81,9 @@ class Collectives:
 
 def _on_rows(mesh: Mesh, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
     """Compiles a collective for an array [nodes, n]."""
-    by_ring, by_sum = (has(mesh, "node") for has in (compat.sums_by_ring, compat.gathers_by_sum))
+    by_ring, by_sum = (
+        has(mesh, "node") for has in (platforms.sums_by_ring, platforms.gathers_by_sum)
+    )
     functions: Mapping[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
         "all_reduce": lambda x: jax.lax.psum(x, "node"),
         "reduce_scatter": lambda x: collectives.reduce_scatter(x, 0, "node", by_ring=by_ring),

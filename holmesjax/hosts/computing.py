@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from holmesjax import json_text
 from holmesjax.errors import HolmesError
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.hardware import Gpu
-from holmesjax.whole_files import write_whole
 
 PERMITTED = "allowed_differences.json"  # in the run folder
 PACKAGES = ("holmesjax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from holmesjax import json_text, xla_flags
+from holmesjax import xla_flags
 from holmesjax.config import Config
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.computing import installed
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.whole_files import write_whole
+from holmesjax.layer_specs.distinct_kinds import kinds
 from kernels.attention.choice import CHECKED, Device, Needs, to_check
 
 if TYPE_CHECKING:  # a launcher looks at no hardware

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.config import WINDOW_BLOCK
+from holmesjax.config.rotary import ORIGINAL, SCALINGS
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.hugging_face import json_file
-from holmesjax.rotary import ORIGINAL, SCALINGS
 
 CONFIG = "config.json"
 Json = dict[str, Any]

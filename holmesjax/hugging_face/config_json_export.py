@@ -3,6 +3,7 @@
 import dataclasses
 
 from holmesjax.config import ModelConfig
+from holmesjax.config.rotary import ORIGINAL
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.hugging_face.config_json import (
     CONFIG,
@@ -17,7 +18,6 @@ from holmesjax.hugging_face.config_json import (
     Json,
     shortest,
 )
-from holmesjax.rotary import ORIGINAL
 
 
 def write(model: ModelConfig, family: str, dtype: str) -> Json:

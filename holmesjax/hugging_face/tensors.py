@@ -19,9 +19,9 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import Parameter
-from holmesjax.layers.lora import adapters
-from holmesjax.layers.model_layers import EMBED, HEAD, layers
+from holmesjax.layer_specs.kind import Parameter
+from holmesjax.layer_specs.lora import adapters
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, layers
 
 # Our name -> the end of the tensor's name, and our dims in each of its dims, the outermost first.
 Table = Mapping[str, tuple[str, tuple[str, ...]]]
@@ -140,7 +140,7 @@ class Place:
     def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
         """The parameter in a whole tensor, as a view.
 
-        >>> from holmesjax.layers.kind import Constant
+        >>> from holmesjax.layer_specs.kind import Constant
         >>> q = Parameter(name="query_DHK", shape=(5, 2, 3), initial=Constant(0.0))
         >>> place = Place(parameter=q, tensor="q", shape=(6, 5), start=(0, 0), groups=("HK", "D"))
         >>> place.to_parameter(np.arange(30).reshape(6, 5))[4].tolist()

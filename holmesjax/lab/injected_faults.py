@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holmesjax import schema, units
+from holmesjax import units
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.files import schema
 from holmesjax.topology.machines import Topology
 
 FaultKind = Literal["cut", "slow", "kill", "freeze"]

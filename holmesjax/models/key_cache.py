@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from holmesjax.layers.kind import Attention
+from holmesjax.layer_specs.kind import Attention
 
 Cache = dict[str, jax.Array]  # key_BTGK, value_BTGK
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from holmesjax.boxes import Box, shape_of
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layers.kind import Constant, Drawn, Kind, Parameter
-from holmesjax.layers.model_layers import cached, layers, load
+from holmesjax.layer_specs.array_boxes import Box, shape_of
+from holmesjax.layer_specs.kind import Constant, Drawn, Kind, Parameter
+from holmesjax.layer_specs.model_layers import cached, layers, load
 from holmesjax.models import initial_values, ops
 from holmesjax.models.key_cache import Cache
 
@@ -156,7 +156,7 @@ def stated(tree: Params, path: tuple) -> Parameter:
 def split_trained(tree: Params) -> tuple[Params, Params]:
     """Splits statements by layer: trained ones in every layer, and frozen ones where any are.
 
-    >>> from holmesjax.layers.kind import Constant
+    >>> from holmesjax.layer_specs.kind import Constant
     >>> one, two = (Parameter(name=f"{name}_D", shape=(1,), initial=Constant(0), trains=trains)
     ...             for name, trains in (("a", True), ("b", False)))
     >>> trained, frozen = split_trained({"head": {"norm": {"a_D": one}, "b_D": two}})

@@ -26,7 +26,7 @@ from typing import Any, Literal as Either
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from holmesjax.layers.kind import (
+from holmesjax.layer_specs.kind import (
     TENSOR_DIMS,
     ActivationProduct,
     Kept,

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import PARTS_DIM, Attention, Parameter
+from holmesjax.layer_specs.kind import PARTS_DIM, Attention, Parameter
 from holmesjax.plan.plan import Axis
 from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_choice import (
@@ -243,7 +243,7 @@ def rotate(
     Args:
       x_BLHK: queries or keys. The first numbers of a head turn, two for each frequency.
       position_L: of the tokens: [L], or [B, L].
-      frequency_R: of each pair (`holmesjax.rotary`): [R], or [B, R].
+      frequency_R: of each pair (`holmesjax.config.rotary`): [R], or [B, R].
       factor: of cosines and sines.
     """
     width = 2 * frequency_R.shape[-1]

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from holmesjax.config import TABLE, ModelConfig
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.layers.kind import PARTS_DIM, BatchArray, Drawn, Kind, Parameter
-from holmesjax.layers.model_layers import EMBED, HEAD, cached
+from holmesjax.layer_specs.kind import PARTS_DIM, BatchArray, Drawn, Kind, Parameter
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, cached
 from holmesjax.models import layer_tracing
 from holmesjax.models.jaxprs import roots
 from holmesjax.models.kept_parameters import without_weights

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.layers.kind import BatchArray
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name, cached, load
+from holmesjax.layer_specs.kind import BatchArray
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, cached, load
 from holmesjax.models.layer import Params
 
 WHERE = "model.module"

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from holmesjax.layers.fp8 import MAXIMA, weights_by_input
-from holmesjax.layers.kind import Kind
+from holmesjax.layer_specs.fp8 import MAXIMA, weights_by_input
+from holmesjax.layer_specs.kind import Kind
 from holmesjax.models import ops
 
 

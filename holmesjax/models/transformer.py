@@ -1,6 +1,6 @@
 """The layers of a decoder-only Transformer, as functions of their parameters.
 
-`holmesjax.layers.transformer` states the parameters. Suffixes of array and parameter names give
+`holmesjax.layer_specs.transformer` states the parameters. Suffixes of array and parameter names give
 their dims, one capital letter each, in order; they are logical dims, and `sharding` maps them to
 axes.
 
@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from holmesjax.config import TABLE
-from holmesjax.layers.fp8 import weights_by_input
+from holmesjax.config.rotary import frequencies, switch_length
+from holmesjax.layer_specs.fp8 import weights_by_input
 from holmesjax.models import key_cache, ops
 from holmesjax.models.key_cache import Cache
 from holmesjax.models.layer import Auxiliary, Context, Params
 from holmesjax.models.products import PLAIN, Fp8Products, Products
-from holmesjax.rotary import frequencies, switch_length
 
 
 def embed(params: Params, _: None, context: Context) -> tuple[jax.Array, Auxiliary]:

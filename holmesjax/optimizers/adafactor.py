@@ -17,11 +17,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import OptimizerConfig
+from holmesjax.config.update_rules import factored_dims
 from holmesjax.models.layer import stated
 from holmesjax.optimizers.elementwise import Elementwise, ElementwiseState
 from holmesjax.optimizers.optimizer import Tree
 from holmesjax.parallel import sharding
-from holmesjax.update_rules import factored_dims
 
 DECAY_EXPONENT = 0.8  # update n = 1, 2, ... keeps 1 - n^-0.8 of the mean squares
 EPSILON = 1e-30  # is added to each square

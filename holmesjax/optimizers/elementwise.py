@@ -19,13 +19,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import OptimizerConfig
+from holmesjax.config.update_rules import NumberFormat
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
 from holmesjax.optimizers.groups import own_settings
 from holmesjax.optimizers.optimizer import State, Tree, map_layers
 from holmesjax.parallel import sharding
-from holmesjax.update_rules import NumberFormat
 
 # By `optimizer.name`: the direction of an update, before weight decay and the learning rate.
 DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {

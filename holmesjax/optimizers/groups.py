@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from holmesjax import schema
 from holmesjax.config import Config, OptimizerConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import Parameter
-from holmesjax.layers.model_layers import layers
+from holmesjax.files import schema
+from holmesjax.layer_specs.kind import Parameter
+from holmesjax.layer_specs.model_layers import layers
 
 
 class OwnSettings(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holmesjax.config import OptimizerConfig, TrainConfig
-from holmesjax.update_rules import RATE_SCHEDULES
+from holmesjax.config.update_rules import RATE_SCHEDULES
 
 
 class StepTokens(NamedTuple):

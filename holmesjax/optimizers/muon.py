@@ -28,7 +28,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import OptimizerConfig
-from holmesjax.layers.kind import Parameter
+from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
 from holmesjax.optimizers.groups import own_settings

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import Mesh
 
 from holmesjax.config import OptimizerConfig
+from holmesjax.config.update_rules import RULES
 from holmesjax.models import ops
 from holmesjax.optimizers import learning_rates
 from holmesjax.optimizers.learning_rates import StepTokens
-from holmesjax.update_rules import RULES
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 State = Any  # arrays, and dicts keyed by layer and parameter name as parameters are

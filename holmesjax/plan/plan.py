@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from holmesjax import json_text
 from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
-from holmesjax.layers.model_layers import EMBED, HEAD, layer_names
+from holmesjax.files import json_text
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
 from holmesjax.schedules.tasks import Task

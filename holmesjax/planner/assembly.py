@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from holmesjax.costs import memory
 from holmesjax.costs.stage_times import StageTimes
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.plan.plan import Plan, StagePlan, TaskSeconds
 from holmesjax.planner import prices
 from holmesjax.planner.layer_ranges import Counts, add, split_chunks

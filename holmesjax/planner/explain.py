@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
-from holmesjax.layers import distinct_kinds
+from holmesjax.layer_specs import distinct_kinds
 from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from holmesjax.config import ModelConfig
 from holmesjax.costs.products import layer_forward_flop
-from holmesjax.layers.distinct_kinds import block_counts, blocks_in_order, kinds
+from holmesjax.layer_specs.distinct_kinds import block_counts, blocks_in_order, kinds
 
 Counts = tuple[int, ...]
 

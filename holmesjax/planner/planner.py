@@ -1,6 +1,6 @@
 """Topology + config -> plan: which devices hold which layers, and how long a step takes.
 
-`search` finds the layout, and `assembly` makes a plan of it. `refusals` and `remedies` say why
+`search` finds the layout, and `assembly` makes a plan of it. `refusals` and `memory_refusal` say why
 there is no plan.
 """
 
@@ -16,15 +16,15 @@ from holmesjax.plan import pins
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.problem import Problem
-from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
-from holmesjax.planner.remedies import (
+from holmesjax.planner.memory_refusal import (
     fits_after_all,
     least_memory,
     memory_refusal,
     nearest,
     with_remedy,
 )
+from holmesjax.planner.problem import Problem
+from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
 from holmesjax.planner.search import Found, search
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.stage_costs import StageCosts

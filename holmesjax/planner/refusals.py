@@ -9,8 +9,8 @@ from holmesjax.costs.optimizer_state import kept_bytes
 from holmesjax.costs.parameters import stage_parameters
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.errors import PlanError
-from holmesjax.layers.distinct_kinds import block_counts
-from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
+from holmesjax.layer_specs.distinct_kinds import block_counts
+from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, divisors, most_parts

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax import update_rules
-from holmesjax.config import Config
+from holmesjax.config import Config, update_rules
 from holmesjax.costs import memory, work
 from holmesjax.costs.attention import asked_of
 from holmesjax.costs.collective_times import Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
-from holmesjax.layers import distinct_kinds
+from holmesjax.layer_specs import distinct_kinds
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.layer_ranges import Counts, LayerRanges
 from holmesjax.planner.mesh_order import (

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from holmesjax.config.update_rules import RULES
 from holmesjax.costs.stage_times import attention_in_stage
 from holmesjax.planner.assembly import chunk_blocks, stage_seconds
 from holmesjax.planner.layer_ranges import add
@@ -12,7 +13,6 @@ from holmesjax.planner.problem import Problem
 from holmesjax.planner.step_time import roles
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import catalogue
-from holmesjax.update_rules import RULES
 from kernels.adamw_choice import choose_optimizer
 from kernels.attention.choice import CHECKED, Device, UnsupportedError
 

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from holmesjax.config import Checkpointing, Config, ModelConfig
-from holmesjax.layers import distinct_kinds
-from holmesjax.layers.kind import PARTS_DIM, TENSOR_DIMS
+from holmesjax.layer_specs import distinct_kinds
+from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import (
     Paths,

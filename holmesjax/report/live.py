@@ -14,9 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holmesjax import job as jobs, lease
+from holmesjax import job as jobs
 from holmesjax.checkpoints.commit_alarm import FIELD
 from holmesjax.config import Config
+from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan, layers_text
 from holmesjax.report import link_losses, metrics
 from holmesjax.report.console import validation_losses

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from holmesjax import json_text
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, PeerError
+from holmesjax.files import json_text
 from holmesjax.job import METRICS
-from holmesjax.lease import Lease
+from holmesjax.liveness.lease import Lease
 
 FILE = METRICS
 MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full

@@ -22,9 +22,10 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from holmesjax import json_text, yaml_files
 from holmesjax.checkpoints import commit_alarm
 from holmesjax.errors import DataError, HolmesError
+from holmesjax.files import json_text, yaml_files
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
@@ -43,7 +44,6 @@ from holmesjax.report.history import History
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 from holmesjax.units import duration, show
-from holmesjax.whole_files import write_whole
 
 Record = Mapping[str, Any]
 FILE = "report.html"

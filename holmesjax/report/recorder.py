@@ -16,8 +16,9 @@ from typing import Any, TextIO
 
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError, LostLeaseError
-from holmesjax.helper_process import StoppedError, run_module
-from holmesjax.lease import Lease
+from holmesjax.files.whole_files import write_whole
+from holmesjax.liveness.helper_process import StoppedError, run_module
+from holmesjax.liveness.lease import Lease
 from holmesjax.plan import mfu
 from holmesjax.report import history, link_losses, metrics
 from holmesjax.report.console import Console
@@ -26,7 +27,6 @@ from holmesjax.report.metrics import Metrics, read_last
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
-from holmesjax.whole_files import write_whole
 
 TIMELINE = "timeline.json"
 NUM_RECENT = 10_000  # steps that the medians of a session are of

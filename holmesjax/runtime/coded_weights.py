@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from holmesjax.layers.fp8 import weights_by_input
-from holmesjax.layers.kind import Kind, Parameter
+from holmesjax.layer_specs.fp8 import weights_by_input
+from holmesjax.layer_specs.kind import Kind, Parameter
 from holmesjax.models import ops
 from holmesjax.models.layer import merged
 from holmesjax.parallel import sharding

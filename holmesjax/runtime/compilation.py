@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from holmesjax.optimizers.optimizer import map_layers
 from holmesjax.parallel import sharding
 from holmesjax.runtime import end_of_step, microbatch
+from holmesjax.runtime.chunk import Chunk, ChunkState, Tree
 from holmesjax.runtime.end_of_step import auxiliary, sums_of_layers
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.program_shapes import (
@@ -33,7 +34,6 @@ from holmesjax.runtime.program_shapes import (
 )
 from holmesjax.runtime.programs import Compiled, ProgramKey, Programs
 from holmesjax.runtime.split_backward import SplitBackward, split_backward
-from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.weight_copies import refuse_weight_copies
 
 MAX_THREADS = 8  # that compile: each program has its temporaries in the host's memory
@@ -66,23 +66,23 @@ class Compiler:
         return program
 
 
-def compile_stages(
-    stages: Sequence[Stage], compiled: Callable[[], None] = lambda: None
+def compile_chunks(
+    stages: Sequence[Chunk], compiled: Callable[[], None] = lambda: None
 ) -> list[Programs]:
     """All programs of all stages. Chunks that differ only in their names share their programs.
 
     Args:
       compiled: called after each program.
     """
-    first: dict[Any, Stage] = {}
+    first: dict[Any, Chunk] = {}
     like = [first.setdefault(_form(stage), stage) for stage in stages]
     with Compiler(compiled) as compiler, ThreadPoolExecutor(len(first)) as pool:
-        found = {s.index: pool.submit(compile_stage, s, compiler) for s in first.values()}
+        found = {s.index: pool.submit(compile_chunk, s, compiler) for s in first.values()}
         made = {index: programs.result() for index, programs in found.items()}
     return [_renamed(made[other.index], stage) for stage, other in zip(stages, like, strict=True)]
 
 
-def _form(stage: Stage) -> Any:
+def _form(stage: Chunk) -> Any:
     """Equal for chunks whose programs are the same but for the names of their layers.
 
     An optimizer may read these names; then programs differ.
@@ -94,7 +94,7 @@ def _form(stage: Stage) -> Any:
     return stage.mesh, tuple(stage.kinds.values())
 
 
-def _renamed(programs: Programs, stage: Stage) -> Programs:
+def _renamed(programs: Programs, stage: Chunk) -> Programs:
     """Programs of one chunk for another that differs only in the names of its layers.
 
     Arrays that pass from program to program keep the names of the first chunk.
@@ -108,7 +108,7 @@ def _renamed(programs: Programs, stage: Stage) -> Programs:
     def gather_renamed(params: Tree) -> Tree:
         return gather({names[layer]: params[layer] for layer in params})
 
-    def update_renamed(state: StageState, *args: Any) -> tuple[StageState, Any]:
+    def update_renamed(state: ChunkState, *args: Any) -> tuple[ChunkState, Any]:
         state, metrics = update(_with_layers(state, names), *args)
         return _with_layers(state, back), metrics
 
@@ -119,14 +119,14 @@ def _renamed(programs: Programs, stage: Stage) -> Programs:
     return dataclasses.replace(programs, stage=stage, table={**programs.table, **renamed})
 
 
-def _with_layers(state: StageState, names: dict[str, str]) -> StageState:
+def _with_layers(state: ChunkState, names: dict[str, str]) -> ChunkState:
     rename = lambda tree: {names[layer]: part for layer, part in tree.items()}
     opt_state = map_layers(rename, state.opt_state)
     average = state.average and state.average._replace(weights=rename(state.average.weights))
-    return StageState(rename(state.params), opt_state, state.fixed, average, state.recent)
+    return ChunkState(rename(state.params), opt_state, state.fixed, average, state.recent)
 
 
-def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
+def compile_chunk(stage: Chunk, compiler: Compiler) -> Programs:
     """The programs of one chunk."""
     state, replicas, gradients = stage.state_shapes, replica_shapes(stage), gradient_shapes(stage)
     boundary, scalar = boundary_shape(stage), scalar_shape(stage)
@@ -180,22 +180,22 @@ def compile_stage(stage: Stage, compiler: Compiler) -> Programs:
     return Programs(stage=stage, table=table, kept=kept)
 
 
-def is_split(stage: Stage) -> bool:
+def is_split(stage: Chunk) -> bool:
     """Whether gradients of weights are tasks of their own."""
     return stage.plan.order.splits_backward
 
 
-def submit_total_loss(stage: Stage, compiler: Compiler) -> "Future[Compiled]":
+def submit_total_loss(stage: Chunk, compiler: Compiler) -> "Future[Compiled]":
     losses, scalar = (losses_shape(stage),) * stage.plan.microbatches, scalar_shape(stage)
     return _submit(compiler, end_of_step.total_loss, losses, scalar, out=scalar)
 
 
-def _accumulates(stage: Stage) -> bool:
+def _accumulates(stage: Chunk) -> bool:
     """Whether there are microbatches besides the last."""
     return stage.plan.microbatches > 1
 
 
-def sends_within(stage: Stage) -> bool:
+def sends_within(stage: Chunk) -> bool:
     """Whether the first forward gathers and the last backward reduces, in one program.
 
     XLA can then send one layer while it computes another, and nothing leaves the program before all
@@ -206,7 +206,7 @@ def sends_within(stage: Stage) -> bool:
     return stage.num_replicas > 1 and stage.is_first
 
 
-def last_reduces(stage: Stage) -> bool:
+def last_reduces(stage: Chunk) -> bool:
     """Whether the last program that adds to the gradients also reduces them.
 
     No other stage waits for the result of a W. So if backwards are split, the last W reduces.
@@ -215,7 +215,7 @@ def last_reduces(stage: Stage) -> bool:
 
 
 def _submit_sums(
-    stage: Stage,
+    stage: Chunk,
     compiler: Compiler,
     name: str,
     function: Callable,
@@ -238,7 +238,7 @@ def _submit_sums(
 
 
 def _compile_split(
-    stage: Stage, compiler: Compiler, gradients: Tree, *args: Any
+    stage: Chunk, compiler: Compiler, gradients: Tree, *args: Any
 ) -> tuple[Callable[..., tuple], dict[ProgramKey, "Future[Compiled]"]]:
     """A backward in two programs, and the arguments of the first that the second reads.
 
@@ -288,7 +288,7 @@ def _compile_split(
 
 
 def compile_whole_step(
-    stage: Stage, *, evaluates: bool = True, compiled: Callable[[], None] = lambda: None
+    stage: Chunk, *, evaluates: bool = True, compiled: Callable[[], None] = lambda: None
 ) -> Programs:
     """The programs of a plan's only stage.
 
@@ -318,7 +318,7 @@ class _Forward:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Chunk,
         replicas: Tree,
         x_BLD: jax.ShapeDtypeStruct | None,
         compiler: Compiler,
@@ -348,7 +348,7 @@ class _FirstForward:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Chunk,
         others: _Forward | None,
         replicas: Tree,
         x_BLD: jax.ShapeDtypeStruct | None,
@@ -386,7 +386,7 @@ def _forward_with(form: Residuals, forward: Compiled, *args: Any) -> tuple:
     return *found, dataclasses.replace(form, arrays=arrays)
 
 
-def _out_shardings(stage: Stage) -> tuple[Any, dict[str, Any]]:
+def _out_shardings(stage: Chunk) -> tuple[Any, dict[str, Any]]:
     """The shardings of the boundary or the losses, and of auxiliary values."""
     out = (losses_shape if stage.is_last else boundary_shape)(stage).sharding
     return out, {name: x.sharding for name, x in values_shapes(stage).items()}

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from holmesjax.runtime.stage import Stage
+from holmesjax.runtime.chunk import Chunk
 
 
-def devices_of(stages: Iterable[Stage]) -> dict[str, jax.Device]:
+def devices_of(stages: Iterable[Chunk]) -> dict[str, jax.Device]:
     """The devices of this process by the names that records have for them: their plan's numbers."""
     own = jax.process_index()
     return {
@@ -19,7 +19,7 @@ def devices_of(stages: Iterable[Stage]) -> dict[str, jax.Device]:
     }
 
 
-def _numbers(stage: Stage) -> tuple[int, ...]:
+def _numbers(stage: Chunk) -> tuple[int, ...]:
     place, _ = stage.plan.chunks[stage.index]
     return stage.plan.stages[place].devices
 

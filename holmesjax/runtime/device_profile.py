@@ -24,16 +24,16 @@ from holmesjax.costs.optimizer_state import KEPT_BYTES
 from holmesjax.costs.products import attention_products, head_product, layer_products
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import layers_s
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.kind import Constant, Kind, Parameter
-from holmesjax.layers.model_layers import block_name
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.kind import Constant, Kind, Parameter
+from holmesjax.layer_specs.model_layers import block_name
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime import call_times
 from holmesjax.runtime.call_times import Call, normal
+from holmesjax.runtime.chunk import Tree
 from holmesjax.runtime.microbatch import Residuals
-from holmesjax.runtime.stage import Tree
 from holmesjax.topology.calibration import Calibration, Product, ProductSpeed
 from holmesjax.topology.machines import DeviceKind
 

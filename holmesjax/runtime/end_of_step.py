@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from holmesjax.layers.model_layers import load
+from holmesjax.layer_specs.model_layers import load
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import State, rounding_seed
@@ -20,8 +20,8 @@ from holmesjax.runtime import (
     spikes,
     weight_average,
 )
+from holmesjax.runtime.chunk import Chunk, ChunkState, Tree, widened
 from holmesjax.runtime.microbatch import Batch, Values
-from holmesjax.runtime.stage import Stage, StageState, Tree, widened
 
 Sums = tuple[jax.Array, ...] | jax.Array  # of each microbatch, or of all of them stacked
 JOIN: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max}
@@ -40,18 +40,18 @@ def total_loss(losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array) 
     return jnp.sum(jnp.stack(losses_MR)) * weight
 
 
-def auxiliary(stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
+def auxiliary(stage: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the auxiliary losses and metrics, and statistics, among values by name."""
     return {name: value for name, value in values.items() if name in stage.shared_names}
 
 
-def sums_of_layers(stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
+def sums_of_layers(stage: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the other values by name: sums for changing parameters."""
     return {name: value for name, value in values.items() if name not in stage.shared_names}
 
 
 def square_norm(
-    stage: Stage,
+    stage: Chunk,
     gradients: Tree,
     values_MR: Mapping[str, Sums],
     weight: jax.Array | None,
@@ -62,7 +62,7 @@ def square_norm(
     """The sum of squares of the reduced gradients that this chunk owns; float32 [stages + names].
 
     The number stands at the chunk's stage, and zeros elsewhere. Behind the stages stand the
-    shared numbers (`Stage.shared_names`). The results of all chunks add up to the `totals` of
+    shared numbers (`Chunk.shared_names`). The results of all chunks add up to the `totals` of
     `update`.
 
     Args:
@@ -98,14 +98,14 @@ def square_norm(
 
 
 def update(
-    stage: Stage,
-    state: StageState,
+    stage: Chunk,
+    state: ChunkState,
     gradients: Tree,
     totals: jax.Array,
     sums_MR: Mapping[str, Sums],
     *,
     after_products: bool = False,
-) -> tuple[StageState, dict[str, jax.Array]]:
+) -> tuple[ChunkState, dict[str, jax.Array]]:
     """Clips by the global norm and applies the optimizer, unless the step is left out.
 
     A step whose norm is not finite changes nothing, nor does a spike where the run skips them.
@@ -152,11 +152,11 @@ def update(
     if average is not None:
         assert stage.ema_decay is not None, "a stage with an average has its decay"
         average = weight_average.after(average, stage.ema_decay, params, applies, kernels)
-    return StageState(params, opt_state, fixed, average, recent), metrics
+    return ChunkState(params, opt_state, fixed, average, recent), metrics
 
 
 def _apply_rounded(
-    stage: Stage,
+    stage: Chunk,
     gradients: Tree,
     opt_state: State,
     params: Tree,
@@ -182,7 +182,7 @@ def _rounded(params: Tree, update: jax.Array) -> Tree:
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 
-def _changed(stage: Stage, fixed: Tree, sums_MR: Mapping[str, Sums], applies: jax.Array) -> Tree:
+def _changed(stage: Chunk, fixed: Tree, sums_MR: Mapping[str, Sums], applies: jax.Array) -> Tree:
     """The parameters that do not train, after the step's change of those that change."""
     new = dict(fixed)
     for layer, kind in stage.kinds.items():
@@ -206,15 +206,15 @@ def _replaced(tree: Tree, path: Sequence[str], value: jax.Array) -> Tree:
 
 
 def reduce_and_update(
-    stage: Stage, state: StageState, gradients: Tree, *args: Any
-) -> tuple[StageState, dict[str, jax.Array]]:
+    stage: Chunk, state: ChunkState, gradients: Tree, *args: Any
+) -> tuple[ChunkState, dict[str, jax.Array]]:
     """`update` of a chunk with one replica, from gradients in the layout of the replica."""
     return update(stage, state, stage.reduce(gradients), *args)
 
 
 def step(
-    stage: Stage, state: StageState, batch_M: Batch, weight: jax.Array
-) -> tuple[StageState, dict[str, jax.Array]]:
+    stage: Chunk, state: ChunkState, batch_M: Batch, weight: jax.Array
+) -> tuple[ChunkState, dict[str, jax.Array]]:
     """A whole optimizer step, for a plan with this stage only; batches have a leading M.
 
     `weight` is the weight of a token in the step's loss.

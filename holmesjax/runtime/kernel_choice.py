@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from holmesjax.config import Config
+from holmesjax.config.update_rules import RULES
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import kernel_check
 from holmesjax.hosts.hardware import Gpu
@@ -12,8 +13,7 @@ from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
 from holmesjax.models import ops
 from holmesjax.plan.plan import Axis
-from holmesjax.runtime.stage import Stage
-from holmesjax.update_rules import RULES
+from holmesjax.runtime.chunk import Chunk
 
 
 def find_unproven(
@@ -84,7 +84,7 @@ def _of_update(config: Config, gpus: Sequence[Gpu]) -> Iterator[dict[str, Any]]:
         yield kernel_check.asked_of_update(config)
 
 
-def attention_lines(stages: Sequence[Stage]) -> list[str]:
+def attention_lines(stages: Sequence[Chunk]) -> list[str]:
     """The lines of the header that say what computes attention in each stage, and why.
 
     There are none for stages on CPUs, which have plain JAX and nothing else.
@@ -101,7 +101,7 @@ def attention_lines(stages: Sequence[Stage]) -> list[str]:
     ]
 
 
-def optimizer_lines(stages: Sequence[Stage]) -> list[str]:
+def optimizer_lines(stages: Sequence[Chunk]) -> list[str]:
     """The line of the header that says what computes AdamW's step, and why.
 
     There is none for stages on CPUs, nor for an optimizer in which no parameter has that step.

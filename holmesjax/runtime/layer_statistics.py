@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from holmesjax.config import ModelConfig
-from holmesjax.layers.kind import Kind
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.kind import Kind
+from holmesjax.layer_specs.model_layers import layers
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 GRADIENTS, PARAMETERS, ACTIVATIONS = "grad_norm/", "param_norm/", "activation_rms/"

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from holmesjax.layers.kind import Kind, Parameter
-from holmesjax.layers.model_layers import EMBED
+from holmesjax.layer_specs.kind import Kind, Parameter
+from holmesjax.layer_specs.model_layers import EMBED
 from holmesjax.models import ops
 from holmesjax.models.activation_checkpointing import checkpointed
 from holmesjax.models.layer import (
@@ -25,7 +25,7 @@ from holmesjax.models.transformer import TABLE
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import coded_weights, layer_statistics
-from holmesjax.runtime.stage import Stage, Tree
+from holmesjax.runtime.chunk import Chunk, Tree
 
 # Sums over the tokens of a microbatch: auxiliary losses and metrics by name, and those for changing
 # parameters by layer and name.
@@ -67,7 +67,7 @@ class Residuals:
 
 
 def apply(
-    stage: Stage, params: Tree, fixed: Tree, x_BLD: jax.Array | None, batch: Batch
+    stage: Chunk, params: Tree, fixed: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[tuple[jax.Array, jax.Array | None], Values]:
     """The layers of this stage on one replica.
 
@@ -133,7 +133,7 @@ def apply(
     return (x_BLD if stage.is_last else ops.from_parts(x_BLD, kernels), weighted), values
 
 
-def _parameters(stage: Stage, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:
+def _parameters(stage: Chunk, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:
     """The parameters that a layer reads, and what is stated of them."""
     own = merged(params[layer], fixed.get(layer, {}))
     of_own = merged(stage.statements[layer], coded_weights.of_layer(stage.held[layer]))
@@ -144,7 +144,7 @@ def _parameters(stage: Stage, layer: str, params: Tree, fixed: Tree) -> tuple[Tr
     return own, of_own
 
 
-def _function(stage: Stage, kind: Kind, statements: Tree) -> Callable:
+def _function(stage: Chunk, kind: Kind, statements: Tree) -> Callable:
     """The function that computes the layers of a kind here.
 
     JAX traces, differentiates and lowers it once, however many layers call it. XLA puts it in the
@@ -157,7 +157,7 @@ def _function(stage: Stage, kind: Kind, statements: Tree) -> Callable:
     return jax.jit(run, inline=stage.plan.order.splits_backward)
 
 
-def _gathered(stage: Stage, statements: Tree, run: Callable, policy: str) -> Callable:
+def _gathered(stage: Chunk, statements: Tree, run: Callable, policy: str) -> Callable:
     """`run(params, *args)` for parameters of which each device has a part.
 
     The function gathers the parameters, and gathers them again for its gradient: nothing of their
@@ -200,7 +200,7 @@ def _gathered(stage: Stage, statements: Tree, run: Callable, policy: str) -> Cal
     return gathered
 
 
-def _constrain(stage: Stage, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:
+def _constrain(stage: Chunk, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:
     if stage.num_parts == 1:
         return params
 
@@ -211,7 +211,7 @@ def _constrain(stage: Stage, statements: Tree, params: Tree, spec: Callable[[str
     return jax.tree.map(constrain, statements, params)
 
 
-def _cut_sequences(stage: Stage, x_BLD: jax.Array) -> jax.Array:
+def _cut_sequences(stage: Chunk, x_BLD: jax.Array) -> jax.Array:
     """The sequences of a replica stay cut over `fsdp` and `context`."""
     if stage.num_parts == 1:
         return x_BLD
@@ -223,7 +223,7 @@ def _cut_sequences(stage: Stage, x_BLD: jax.Array) -> jax.Array:
 # weights. Only between programs are the arrays of replicas stacked along R.
 
 
-def on_replicas(stage: Stage, function: Callable) -> Callable:
+def on_replicas(stage: Chunk, function: Callable) -> Callable:
     """`function(shared, *args)` of what one replica has, on each; it gives no scalars.
 
     Arrays are cut, and results joined, along their first dim. All replicas have the whole of
@@ -248,18 +248,18 @@ def on_replicas(stage: Stage, function: Callable) -> Callable:
     return run
 
 
-def stack(stage: Stage, tree: Tree) -> Tree:
+def stack(stage: Chunk, tree: Tree) -> Tree:
     """The arrays of a replica with a dim R, along which they are joined; a single one has none."""
     return tree if stage.num_replicas == 1 else jax.tree.map(lambda x: x[None], tree)
 
 
-def unstack(stage: Stage, tree: Tree) -> Tree:
+def unstack(stage: Chunk, tree: Tree) -> Tree:
     """The opposite of `stack`."""
     return tree if stage.num_replicas == 1 else jax.tree.map(lambda x: x[0], tree)
 
 
 def forward(
-    stage: Stage, fixed: Tree, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
+    stage: Chunk, fixed: Tree, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[jax.Array, Values, Residuals]:
     """One microbatch: the boundary, or the losses; auxiliary values; what backward needs.
 
@@ -269,7 +269,7 @@ def forward(
     Args:
       stage: the chunk.
       fixed: what does not train.
-      replicas: the parameters, from `Stage.gather`.
+      replicas: the parameters, from `Chunk.gather`.
       x_BLD: the boundary that comes in; None on the first stage.
       batch: what the stage reads of the microbatch.
     """
@@ -281,7 +281,7 @@ def forward(
 
 
 def _forward(
-    stage: Stage, fixed: Tree, replica: Tree, x_BLD: jax.Array | None, batch: Batch
+    stage: Chunk, fixed: Tree, replica: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[jax.Array, Values, Residuals]:
     """On one replica, [1, ...]."""
     params, wide = coded_weights.widened(replica, fixed)
@@ -297,7 +297,7 @@ def _forward(
 
 
 def backward(
-    stage: Stage,
+    stage: Chunk,
     fixed: Tree,
     replicas: Tree,
     saved: Residuals,
@@ -326,7 +326,7 @@ def backward(
 
 
 def _backward(
-    stage: Stage,
+    stage: Chunk,
     fixed: Tree,
     replica: Tree,
     saved: Residuals,
@@ -339,7 +339,7 @@ def _backward(
 
 
 def replica_gradients(
-    stage: Stage, fixed: Tree, replica: Tree, saved: Residuals, *cotangents: jax.Array | None
+    stage: Chunk, fixed: Tree, replica: Tree, saved: Residuals, *cotangents: jax.Array | None
 ) -> tuple[Tree, list[jax.Array]]:
     """The microbatch's share, float32, of one replica; the gradient of its input, if any.
 
@@ -369,7 +369,7 @@ def accumulate(gradients: Tree, new: Tree) -> Tree:
 
 
 def first_forward(
-    stage: Stage, fixed: Tree, params: Tree, x_BLD: jax.Array | None, batch: Batch
+    stage: Chunk, fixed: Tree, params: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[Tree, jax.Array, Values, Residuals]:
     """`gather` and `forward`: the replicas, and what `forward` returns.
 
@@ -384,7 +384,7 @@ def first_forward(
     return replicas, *forward(stage, fixed, replicas, x_BLD, batch)
 
 
-def reducing(stage: Stage, backward: Callable[..., tuple]) -> Callable[..., tuple]:
+def reducing(stage: Chunk, backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """`backward` and `reduce`: the gradients, its first result, come out reduced."""
 
     def last(*args: Any) -> tuple:

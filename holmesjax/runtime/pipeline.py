@@ -18,20 +18,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from holmesjax.layers.model_layers import EMBED
+from holmesjax.layer_specs.model_layers import EMBED
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Plan
-from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime.chunk import Chunk, ChunkState, Tree
+from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.end_of_step import Metrics, auxiliary, sums_of_layers
 from holmesjax.runtime.in_flight import TasksAhead
-from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
-from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.overlapped_work import BUSY, Meanwhile
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
-from holmesjax.runtime.stage import Stage, StageState, Tree
 from holmesjax.runtime.stage_crossings import above, below, crossings, local_targets
 from holmesjax.runtime.timeline import Timeline
+from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.schedules.tasks import Task
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.local import LocalTransport, Transport
@@ -92,17 +92,17 @@ class Pipeline:
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
 
-    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[StageState]:
+    def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[ChunkState]:
         """The states of the chunks here; `drawn` is called after each layer."""
         return [programs.stage.init(seed, drawn) for programs in self._programs.values()]
 
     def train_step(
         self,
-        states: Sequence[StageState],
+        states: Sequence[ChunkState],
         inputs: Inputs,
         timeline: Timeline,
         meanwhile: Meanwhile = BUSY,
-    ) -> tuple[list[StageState], Metrics]:
+    ) -> tuple[list[ChunkState], Metrics]:
         """One optimizer step on the global batch; the old states are donated."""
         count = len(next(iter(inputs.microbatches.values())))
         flights = self._take_off(states, count)
@@ -115,7 +115,7 @@ class Pipeline:
         idle()
         return done
 
-    def evaluate(self, states: Sequence[StageState], inputs: Inputs) -> jax.Array | None:
+    def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> jax.Array | None:
         """Sum of the losses of a batch's tokens, where the last stage is here; changes nothing."""
         flights = self._take_off(states, self._plan.microbatches, gradients=False)
         losses = self._run(self._forwards, flights, inputs)
@@ -147,7 +147,7 @@ class Pipeline:
         return of_microbatch + (fill,) * missing
 
     def _take_off(
-        self, states: Sequence[StageState], count: int, gradients: bool = True
+        self, states: Sequence[ChunkState], count: int, gradients: bool = True
     ) -> dict[int, _Flight]:
         flights = {
             v: _Flight(
@@ -331,13 +331,13 @@ class Pipeline:
 
     def _finish(
         self,
-        states: Sequence[StageState],
+        states: Sequence[ChunkState],
         flights: Mapping[int, _Flight],
         weights: Mapping[int, jax.Array],
         loss: jax.Array | None,
         timeline: Timeline,
         idle: Callable[[], None],
-    ) -> tuple[list[StageState], Metrics]:
+    ) -> tuple[list[ChunkState], Metrics]:
         reduced = {v: flight.gradients for v, flight in flights.items()}
         if self._is_tied:
             self._add_tied_gradients(reduced)
@@ -444,8 +444,8 @@ class _Once:
 
 
 def make_runner(
-    plan: Plan, stages: Sequence[Stage], *, evaluates: bool = True, ramps: bool = False
-) -> Pipeline | OneStage:
+    plan: Plan, stages: Sequence[Chunk], *, evaluates: bool = True, ramps: bool = False
+) -> Pipeline | WholeStep:
     """Compiles the chunks of a plan, all of them in this process.
 
     Args:
@@ -455,8 +455,8 @@ def make_runner(
       ramps: whether some steps have fewer microbatches: a step is then no program of its own.
     """
     if len(stages) == 1 and not ramps:
-        return OneStage(compile_whole_step(stages[0], evaluates=evaluates))
-    return in_one_process(plan, compile_stages(stages))
+        return WholeStep(compile_whole_step(stages[0], evaluates=evaluates))
+    return in_one_process(plan, compile_chunks(stages))
 
 
 def in_one_process(plan: Plan, programs: Sequence[Programs]) -> Pipeline:

@@ -20,9 +20,9 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError
 from holmesjax.parallel import first_calls, sharding
 from holmesjax.plan.plan import Plan
+from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.microbatch import Batch
 from holmesjax.runtime.program_shapes import batch_shapes
-from holmesjax.runtime.stage import Stage
 
 AHEAD = 2  # batches that are made or being made, besides the batch of the step
 
@@ -48,7 +48,7 @@ class Placer:
       is_one_program: whether a training step is one program, which takes all microbatches at once.
     """
 
-    def __init__(self, plan: Plan, stages: Sequence[Stage], *, is_one_program: bool = False):
+    def __init__(self, plan: Plan, stages: Sequence[Chunk], *, is_one_program: bool = False):
         self._stages = stages
         self._num_microbatches = plan.microbatches
         self._is_one_program = is_one_program

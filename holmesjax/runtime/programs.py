@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from holmesjax.runtime.chunk import Chunk, Tree
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
-from holmesjax.runtime.stage import Stage, Tree
 
 Compiled = Any  # a compiled program: to be called
 
@@ -54,7 +54,7 @@ class Programs:
     `update` and `step`.
     """
 
-    stage: Stage
+    stage: Chunk
     table: Mapping[ProgramKey, Compiled]
     # The arguments of `input_gradient` that `weight_gradient` reads.
     kept: Callable[..., tuple] = lambda *args: ()

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from holmesjax.models.layer import merged
 from holmesjax.optimizers.optimizer import State
-from holmesjax.runtime.stage import Stage, StageState, Tree
+from holmesjax.runtime.chunk import Chunk, ChunkState, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class StageArrays:
         return jax.tree.map(lambda x: x.sharding, self.params)
 
 
-def of(stages: Sequence[Stage], states: Sequence[StageState]) -> tuple[StageArrays, ...]:
+def of(stages: Sequence[Chunk], states: Sequence[ChunkState]) -> tuple[StageArrays, ...]:
     """The arrays of each stage of the plan, from those of its chunks in model order."""
     plan = stages[0].plan
     found = []
@@ -55,7 +55,7 @@ def of(stages: Sequence[Stage], states: Sequence[StageState]) -> tuple[StageArra
     return tuple(found)
 
 
-def params_of(state: StageState) -> Tree:
+def params_of(state: ChunkState) -> Tree:
     """All parameters of a chunk, whether they train or not."""
     layers = dict.fromkeys([*state.params, *state.fixed])
     return {

@@ -5,16 +5,16 @@ from functools import partial
 
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from holmesjax.layers.kind import Parameter
-from holmesjax.layers.model_layers import EMBED
+from holmesjax.layer_specs.kind import Parameter
+from holmesjax.layer_specs.model_layers import EMBED
 from holmesjax.models.layer import statements
 from holmesjax.parallel import sharding
+from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.program_shapes import boundary_shape, totals_shape
-from holmesjax.runtime.stage import Stage
 from holmesjax.transport.crossings import Crossing
 
 
-def crossings(stage: Stage) -> tuple[Crossing, ...]:
+def crossings(stage: Chunk) -> tuple[Crossing, ...]:
     """Everything that crosses between the chunks of a plan, as any one of them can tell.
 
     Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
@@ -80,7 +80,7 @@ def _table_spec(table: Parameter, sizes: sharding.Sizes) -> P:
     return sharding.master_spec(table.dims, table.shape, sizes)
 
 
-def local_targets(stages: Sequence[Stage]) -> dict[str, tuple[NamedSharding, str | None]]:
+def local_targets(stages: Sequence[Chunk]) -> dict[str, tuple[NamedSharding, str | None]]:
     """The sharding at its target of each crossing between stages of a process, and its link.
 
     None for what is not counted.

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from holmesjax.errors import ConfigError
-from holmesjax.layers.kind import Parameter
+from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models.jaxprs import roots
 
 

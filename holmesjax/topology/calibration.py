@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from holmesjax import schema, yaml_files
 from holmesjax.errors import Mistakes, TopologyError
+from holmesjax.files import schema, yaml_files
 
 FOLDER = Path(__file__).parents[2] / "configs/calibrations"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from holmesjax.schema import OneOf
+from holmesjax.files.schema import OneOf
 
 Joined = Literal["nothing", "devices", "nodes"]
 

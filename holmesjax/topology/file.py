@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from holmesjax import schema, units
+from holmesjax import units
 from holmesjax.errors import HolmesError, TopologyError
+from holmesjax.files import schema
+from holmesjax.files.yaml_files import Document
 from holmesjax.topology.calibration import Calibration
 from holmesjax.topology.fabrics import ClusterFabric, DeviceFabric, Network
-from holmesjax.yaml_files import Document
 
 
 def _quantity(unit: units.Unit) -> BeforeValidator:

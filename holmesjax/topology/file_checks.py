@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from holmesjax import schema
 from holmesjax.errors import HolmesError, Mistakes
+from holmesjax.files import schema
+from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology import calibration, catalogue
 from holmesjax.topology.fabrics import NETWORKS
 from holmesjax.topology.file import (
@@ -24,7 +25,6 @@ from holmesjax.topology.file import (
     missing_values,
     nodes_of,
 )
-from holmesjax.yaml_files import Document, Keys
 
 MEASURE_AGAIN = "remove the section `measured`, and measure again with `launch probe`"
 

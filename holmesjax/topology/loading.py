@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from holmesjax import schema, yaml_files
 from holmesjax.errors import Mistakes, TopologyError
+from holmesjax.files import schema, yaml_files
 from holmesjax.topology import calibration, catalogue, file as topology_file, file_checks
 from holmesjax.topology.calibration import UNKNOWN
 from holmesjax.topology.machines import (

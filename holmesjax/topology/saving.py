@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holmesjax import units, yaml_files
+from holmesjax import units
+from holmesjax.files import yaml_files
 from holmesjax.topology import calibration, catalogue
 from holmesjax.topology.machines import (
     Cluster,

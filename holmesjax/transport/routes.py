@@ -18,8 +18,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from holmesjax.boxes import Box, intersection, num_elements
 from holmesjax.errors import PlanError
+from holmesjax.layer_specs.array_boxes import Box, intersection, num_elements
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.plan.processes import Process
 from holmesjax.transport.crossings import Crossing, Spec

@@ -26,9 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax.boxes import Box, from_index, shape_of, within
 from holmesjax.errors import PeerError
-from holmesjax.parallel import compat, first_calls
+from holmesjax.layer_specs.array_boxes import Box, from_index, shape_of, within
+from holmesjax.parallel import first_calls, platforms
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
 from holmesjax.transport import socket_buffers
@@ -282,7 +282,7 @@ class TcpTransport:
                 return  # other processes have the same bytes, and send them
             data = {shard.device: shard.data for shard in array.addressable_shards}
             copies = {
-                device: compat.start_copy_to_host(data[self._devices[device]])
+                device: platforms.start_copy_to_host(data[self._devices[device]])
                 for device in set(end.senders.values())
             }
             self._sending[key] = sending = Sending(end, copies)

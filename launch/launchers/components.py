@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holmesjax import schema, yaml_files
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.files import schema, yaml_files
+from holmesjax.files.yaml_files import Document
 from holmesjax.job import Job
 from holmesjax.plan.processes import Process, make_processes
 from holmesjax.topology.machines import Topology
-from holmesjax.yaml_files import Document
 
 Options = TypeVar("Options")
 

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from holmesjax import schema, yaml_files
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.files import schema, yaml_files
+from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
-from holmesjax.yaml_files import Document, Keys
 from launch.launchers.variables import wrong_names
 
 Name = Annotated[str, Field(min_length=1, strict=True)]

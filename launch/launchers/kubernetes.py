@@ -20,7 +20,7 @@ from holmesjax import config as configs
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError, FatalError, HolmesError
 from holmesjax.job import CONFIG, TOPOLOGY, Job
-from holmesjax.lease import Lease
+from holmesjax.liveness.lease import Lease
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.transport import connections
 from launch.launchers import kubernetes_options

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from holmesjax import schema
 from holmesjax.config.allowed_values import Flag
 from holmesjax.errors import HolmesError
-from holmesjax.yaml_files import Document, Keys
+from holmesjax.files import schema
+from holmesjax.files.yaml_files import Document, Keys
 from launch.launchers.variables import wrong_names
 
 SETTINGS_DIR, KEY_DIR, SHARED_MEMORY = "/etc/holmes/settings", "/etc/holmes/key", "/dev/shm"

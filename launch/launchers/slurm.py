@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 from holmesjax.checkpoints import resume
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
-from holmesjax.lease import Lease
+from holmesjax.liveness.lease import Lease
 from holmesjax.transport.records import Record
-from holmesjax.whole_files import write_whole
 from launch import programs
 from launch.launchers import slurm_options
 from launch.launchers.components import Component, make_components

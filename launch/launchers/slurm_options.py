@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from holmesjax import schema
 from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.files import schema
+from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology.machines import Topology
-from holmesjax.yaml_files import Document, Keys
 from launch.launchers.components import read_options
 
 Name = Annotated[str, Field(min_length=1, strict=True)]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from holmesjax.errors import HolmesError
-from holmesjax.yaml_files import Document, Keys
+from holmesjax.files.yaml_files import Document, Keys
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

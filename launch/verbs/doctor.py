@@ -13,13 +13,11 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import TypeVar
 
-from holmesjax import update_rules
-from holmesjax.config import Config
+from holmesjax.config import Config, update_rules
 from holmesjax.costs import optimizer_state
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import doctor, kernel_check
-from holmesjax.hosts.doctor import Finding
-from holmesjax.hosts.questions import (
+from holmesjax.hosts.agent_messages import (
     Bind,
     CheckKernels,
     Inspect,
@@ -30,6 +28,7 @@ from holmesjax.hosts.questions import (
     Open,
     Reach,
 )
+from holmesjax.hosts.doctor import Finding
 from holmesjax.job import Job
 from holmesjax.plan.plan import Axis
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes

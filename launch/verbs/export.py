@@ -14,13 +14,13 @@ from holmesjax import job as jobs, units
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import BYTES, DataConfig, ModelConfig
+from holmesjax.config.data_sources import SOURCES
 from holmesjax.data import tokenizer_files, tokenizer_paths
 from holmesjax.data.tokenizer_files import FileTokenizer
-from holmesjax.data_sources import SOURCES
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError
 from holmesjax.hugging_face import export, folder, peft
-from holmesjax.layers import lora
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs import lora
+from holmesjax.layer_specs.model_layers import layers
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     base = replace(model, lora=None, fp8=None)
     config = export.config_of(base, kept if kept.is_dir() else None, args.family, args.dtype)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
-    checkpoint = importlib.import_module("holmesjax.checkpoints.checkpoint")
+    checkpoint = importlib.import_module("holmesjax.checkpoints.restoring")
     restored = checkpoint.restore_layers(found, model, ema=args.ema)
     values = _layers(restored, model, merges=args.merge)
     if args.format == "peft":

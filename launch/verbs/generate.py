@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holmesjax import hub_names, job, yaml_files
+from holmesjax import hub_names, job
 from holmesjax.config import AUTO, ModelConfig
 from holmesjax.data import chat_template, tokenizer_files
 from holmesjax.data.chat_template import ChatTemplate
 from holmesjax.distributed.messages import Texts
 from holmesjax.errors import ConfigError, DamagedError
+from holmesjax.files import yaml_files
 from holmesjax.generation.sampler import Continuation, Sampler, encoded, refuse_own, tokenizer_of
 from holmesjax.generation.sampling import Sampling
 from holmesjax.plan.device_pool import DevicePool

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from holmesjax import job as jobs, yaml_files
+from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, resume
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import ModelConfig
 from holmesjax.data import tokenizer_paths
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.files import yaml_files
 from holmesjax.hugging_face import folder, peft
 from holmesjax.job import Job
-from holmesjax.layers.model_layers import layers
-from holmesjax.lease import Lease
+from holmesjax.layer_specs.model_layers import layers
+from holmesjax.liveness.lease import Lease
 
 # Settings of a run without a run file. All of them may change until the first step.
 SETTINGS = {

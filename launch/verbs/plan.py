@@ -11,7 +11,7 @@ import rich.console
 from holmesjax import config as configs
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
-from holmesjax.layers.distinct_kinds import kind_names
+from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan import forecast, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan

@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holmesjax import units, yaml_files
+from holmesjax import units
 from holmesjax.costs import collective_times
 from holmesjax.errors import ConfigError, Mistakes, PeerError
+from holmesjax.files import yaml_files
 from holmesjax.hosts import probe
-from holmesjax.hosts.doctor import Finding
-from holmesjax.hosts.probe import Phase, Step, Way
-from holmesjax.hosts.questions import (
+from holmesjax.hosts.agent_messages import (
     A,
     Bind,
     Book,
@@ -34,6 +33,8 @@ from holmesjax.hosts.questions import (
     Question,
     Send,
 )
+from holmesjax.hosts.doctor import Finding
+from holmesjax.hosts.probe import Phase, Step, Way
 from holmesjax.topology import loading, saving, windows
 from holmesjax.topology.machines import (
     Cluster,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import jax
 
-from holmesjax import units, yaml_files
+from holmesjax import units
 from holmesjax.errors import ConfigError
-from holmesjax.parallel import compat
+from holmesjax.files import yaml_files
+from holmesjax.parallel import platforms
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.runtime import device_profile
 from holmesjax.topology import calibration
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.output or f"{kind.name}.yaml")
     writable_outputs.check_file(path, "--output")
     os.environ.update(DevicePool.of_run(os.environ).variables)  # before JAX asks for a device
-    compat.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
+    platforms.use_devices({kind.name}, 1, rehearse=args.job.config.run.rehearse)
     device = jax.devices()[0]
     _refuse_another(device, kind)
     train, model = args.job.config.train, args.job.config.model

@@ -6,9 +6,9 @@ import os
 import signal
 from collections.abc import Collection
 
-from holmesjax import lease
 from holmesjax.errors import REQUEUE, ConfigError
-from holmesjax.lease import Lease
+from holmesjax.liveness import lease
+from holmesjax.liveness.lease import Lease
 from launch.launchers import table
 from launch.launchers.launcher import Launcher
 from launch.supervisor import Supervisor, Watch

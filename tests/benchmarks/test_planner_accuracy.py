@@ -22,7 +22,7 @@ from holmesjax.costs.implementation import HOLMESJAX
 from holmesjax.costs.products import attention_products, head_product, layer_products
 from holmesjax.costs.stage_times import BACKWARD_NUMBERS
 from holmesjax.costs.work import layer_numbers
-from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.topology import loading
 
 # Narayanan et al., arXiv:2104.04473, table 1 (their FLOP formula gives the seconds), and

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holmesjax.checkpoints import committed, manifest
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.checkpoints.saves import Saves
 from holmesjax.config import CheckpointConfig
 from holmesjax.errors import CheckpointError, HolmesError, PeerError
 

@@ -13,8 +13,8 @@ from holmesjax.checkpoints.skipped_data import RECORD, Skipped
 from holmesjax.config import RampupConfig, TrainConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import CheckpointError, FatalError
-from holmesjax.session import Session
 from holmesjax.trainer import Trainer
+from holmesjax.training_loop import TrainingLoop
 from tests.jobs import write_run
 
 TRAIN = TrainConfig(steps=40, global_batch=8, rampup=[RampupConfig(steps=10, global_batch=4)])
@@ -25,7 +25,7 @@ def order(skipped, done=0, sequences=0):
     session = SimpleNamespace(
         config=SimpleNamespace(train=TRAIN), skipped=skipped, _is_evaluating=lambda step: False
     )
-    steps = Session._order(session, done, sequences)
+    steps = TrainingLoop._order(session, done, sequences)
     ranges = [range(own.first_sequence, own.first_sequence + own.global_batch) for own in steps]
     return dict(enumerate(ranges, done + 1))
 

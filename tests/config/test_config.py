@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from holmesjax import config as configs, yaml_files
+from holmesjax import config as configs
 from holmesjax.config import ModelConfig, OptimizerConfig, ParallelConfig
 from holmesjax.errors import ConfigError, Mistakes
+from holmesjax.files import yaml_files
 from tests.config.test_checks import AT_THE_LIMIT
 from tests.run_files import RUN, refused
 

@@ -12,8 +12,8 @@ from holmesjax.costs.implementation import HOLMESJAX
 from holmesjax.costs.products import attention_products
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.errors import ConfigError
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.kind import Attention
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.kind import Attention
 from holmesjax.models import ops
 from holmesjax.topology import catalogue, loading
 from holmesjax.topology.calibration import UNKNOWN

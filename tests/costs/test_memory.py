@@ -10,17 +10,17 @@ import pytest
 
 from holmesjax.config import Fp8Config, ModelConfig
 from holmesjax.costs import memory
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.fp8 import weights_by_input
-from holmesjax.layers.model_layers import block_name
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.fp8 import weights_by_input
+from holmesjax.layer_specs.model_layers import block_name
 from holmesjax.models import ops
 from holmesjax.models.activation_checkpointing import POLICIES
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
-from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.programs import ProgramKey
-from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
 SMALL = {"num_layers": 2, "width": 64, "num_heads": 4, "context_length": 48, "vocab_size": 96}
@@ -190,7 +190,7 @@ def test_a_compiled_step_of_one_microbatch_has_no_room_for_gradients_of_its_own(
     temporaries = []
     for microbatches in (1, 2):
         plan = hand_made_plan((2,), 1, 1, microbatches=microbatches)
-        [stage] = make_stages(model, plan)
+        [stage] = make_chunks(model, plan)
         program = compile_whole_step(stage, evaluates=False)["step"]
         temporaries.append(program.memory_analysis().temp_size_in_bytes)
     shape = dataclasses.replace(SHAPE, sequences=plan.global_batch // 2)
@@ -269,7 +269,7 @@ def test_moments_take_the_bytes_of_what_keeps_them(kept, variant):
         sizes |= {"width": width, "vocab_size": vocab_size, "tied_embeddings": tied}
         model = make_model(**VARIANTS[variant] | sizes)
         for split in ((2,), (1, 1)):
-            for stage in make_stages(model, hand_made_plan(split, 1, 1), config=config):
+            for stage in make_chunks(model, hand_made_plan(split, 1, 1), config=config):
                 _, *both = stage.state_shapes.opt_state
                 num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(both))
                 shape = shape_of(
@@ -294,7 +294,7 @@ def test_scales_that_devices_share_count_on_each_of_them(data, fsdp, tensor):
         if data * fsdp * tensor * len(split) > 8:
             continue
         plan = hand_made_plan(split, data, tensor, fsdp=fsdp)
-        for stage in make_stages(model, plan, config=config):
+        for stage in make_chunks(model, plan, config=config):
             _, *both = stage.state_shapes.opt_state
             num_bytes = sum(
                 math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -320,7 +320,7 @@ def test_compiled_programs_take_and_give_what_the_memory_says(variant, remat, da
     model = dataclasses.replace(MODELS[variant], context_length=256)
     plan = hand_made_plan((1, 1), data, 1, microbatches=2, remat=remat)
     sequences = plan.global_batch // 2 // data
-    for i, programs in enumerate(compile_stages(make_stages(model, plan))):
+    for i, programs in enumerate(compile_chunks(make_chunks(model, plan))):
         stage = dataclasses.replace(
             SHAPE,
             blocks=(1,),

@@ -5,9 +5,9 @@ import pytest
 
 from holmesjax.config import ModelConfig
 from holmesjax.costs.parameters import num_parameters, stage_parameters, table_parameters
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.kind import TENSOR_DIMS, dims
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layer_names
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.kind import TENSOR_DIMS, dims
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layer_names
 from holmesjax.models.layer import param_shapes
 from tests.shapes import shape_of
 

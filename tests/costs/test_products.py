@@ -16,8 +16,8 @@ from holmesjax.costs.products import (
     layer_products,
     layer_weight_flop,
 )
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.model_layers import HEAD, block_name, layers
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.model_layers import HEAD, block_name, layers
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.topology.calibration import flop
 from tests.costs.test_parameters import MODELS

@@ -12,7 +12,7 @@ from holmesjax.data import named_corpora, sources
 from holmesjax.data.batches import Batches
 from holmesjax.data.sources import HELD_OUT, ONE_HELD_OUT, WHOLE_SET
 from holmesjax.errors import DataError, HolmesError
-from holmesjax.session import Session
+from holmesjax.training_loop import TrainingLoop
 from launch.__main__ import main
 from tests.cases import cases
 from tests.jobs import write_run
@@ -102,7 +102,7 @@ def test_each_validation_set_is_what_its_corpus_holds_out_or_is_named(load):
 def test_the_loss_of_each_set_is_a_mean_over_its_targets(load):
     config = load(MIXTURE, "train.eval_every=1", "train.eval_batches=2")
     losses, counts = iter([2.0, 4.0, 9.0, 3.0]), iter([2, 1, 3, 3])
-    session = Session(
+    session = TrainingLoop(
         config=config,
         runner=SimpleNamespace(evaluate=lambda states, inputs: next(losses)),
         batches=read(config),

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from holmesjax import data_sources
-from holmesjax.config import CHECKOUT, DataConfig
+from holmesjax.config import CHECKOUT, DataConfig, data_sources
 from holmesjax.data import sources
 from holmesjax.data.batches import Batches
 from holmesjax.data.random_access import RandomAccessItems
@@ -31,7 +30,7 @@ def test_a_source_of_grain_is_a_source_of_a_run(grain, tmp_path, monkeypatch):
     """By the module and the row of the page on adding, as they stand there."""
     page = (CHECKOUT / "docs/extending_training.md").read_text()
     [(module, row)] = re.findall(
-        r"# my_records.py\n(.*?)\n# holmesjax/data_sources.py\n(.*?)```", page, re.DOTALL
+        r"# my_records.py\n(.*?)\n# holmesjax/config/data_sources.py\n(.*?)```", page, re.DOTALL
     )
     (tmp_path / "my_records.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)

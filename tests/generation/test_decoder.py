@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh
 
 from holmesjax.generation.decoder import Decoder, ModelPart, on_devices
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
 from tests.one_device import logits_of
 from tests.runtime.test_pipeline import VARIANTS, make_model

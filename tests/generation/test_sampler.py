@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.checkpoints import manifest, restoring
 from holmesjax.data import tokenizer_files
-from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
+from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.generation import decoder
 from holmesjax.generation.sampler import Sampler
 from holmesjax.generation.sampling import Sampling
 from holmesjax.models.layer import init_params
 from launch.__main__ import main
-from tests.checkpoints.test_checkpoint import damage, folders, write
+from tests.checkpoints.test_restoring import damage, folders, write
 from tests.data.tokenizer_kinds import CHATML, byte_level, write as write_tokenizer
 from tests.generation.test_decoder import WINDOWS, loud
 from tests.jobs import write_run
@@ -145,8 +145,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch)
     assert "is damaged" in said[0]
     assert folders(tmp_path) == before
     [found] = [found for found in manifest.find(tmp_path) if found.step == 1]
-    wanted = checkpoint.flatten(checkpoint.restore_params(found, model))
-    for key, got in checkpoint.flatten(sampler.decoder.params).items():
+    wanted = restoring.flatten(restoring.restore_params(found, model))
+    for key, got in restoring.flatten(sampler.decoder.params).items():
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]))
 
 

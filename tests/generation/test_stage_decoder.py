@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from holmesjax.data.tokenizer import ByteTokenizer
+from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.generation.decoder import ModelPart, built_params, on_devices
 from holmesjax.generation.sampler import Sampler, cache_length
 from holmesjax.generation.sampling import Sampling
 from holmesjax.generation.stage_decoder import StageDecoder, crossings, lengths
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
 from holmesjax.parallel import sharding
 from tests.generation.test_decoder import WINDOWS, loud

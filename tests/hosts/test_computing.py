@@ -11,7 +11,7 @@ import pytest
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hosts import computing, jax_settings
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 
 FLAG = "--xla_gpu_autotune_level"  # which XLA knows
 
@@ -66,7 +66,7 @@ def test_every_setting_of_jax_is_kept_on_purpose_or_taken_away():
     names = {"JAX_" + name.removeprefix("jax_").upper() for name in jax.config.values}
     env = dict.fromkeys({*names, "JAX_TO_COME", "PATH"}, "1")
     taken = jax_settings.take_away(env)
-    assert {name.lower() for name in taken} >= {*compat.NUMBERS, "jax_to_come"}
+    assert {name.lower() for name in taken} >= {*platforms.NUMBERS, "jax_to_come"}
     assert "PATH" in env
     assert {"JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR"} <= set(env)
 
@@ -77,7 +77,7 @@ def test_a_program_that_sets_jax_otherwise_is_refused(name, value):
     jax.config.update(name, value)
     try:
         with pytest.raises(ConfigError, match=f"jax.config.{name}: changes what a run computes"):
-            compat.use_devices({"cpu"}, 1, rehearse=False)
+            platforms.use_devices({"cpu"}, 1, rehearse=False)
     finally:
         jax.config.update(name, before)
 

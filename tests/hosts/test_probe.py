@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from holmesjax import job as jobs, yaml_files
+from holmesjax import job as jobs
 from holmesjax.costs import collective_times
 from holmesjax.errors import Mistakes
+from holmesjax.files import yaml_files
 from holmesjax.hosts import probe
 from holmesjax.planner.mesh_order import Paths, place
 from holmesjax.report import figures

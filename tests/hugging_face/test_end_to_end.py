@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from holmesjax import job as jobs, lease
-from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax import job as jobs
+from holmesjax.checkpoints import manifest, restoring
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import config_json_export
+from holmesjax.liveness import lease
 from holmesjax.models.layer import init_params
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.session import make_stages
 from holmesjax.trainer import Trainer
+from holmesjax.training_loop import make_chunks
 from launch.__main__ import main
 from tests import one_device
 from tests.hugging_face import transformers_child
@@ -97,7 +98,7 @@ def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_pa
     for path in out.glob("*.safetensors"):
         tensors |= load_file(path)
     [newest, *_] = manifest.find(run_dir)
-    found = logits_of(model, checkpoint.restore_params(newest, model))
+    found = logits_of(model, restoring.restore_params(newest, model))
     wide = {name: x.astype(np.float64) for name, x in tensors.items()}
     expected = family_oracle.logits(family, wide, TOKENS, num_layers)
     np.testing.assert_allclose(found, expected, atol=NEAR)
@@ -121,7 +122,7 @@ def test_the_devices_of_any_plan_read_what_they_hold(plan, tmp_path):
     assert dataclasses.replace(job.config.model, hf=None) == model
     whole = init_params(job.config.model, 0)
     meshes = build_meshes(job.plan, jax.devices())
-    for stage in make_stages(job, dict(enumerate(meshes)), {}):
+    for stage in make_chunks(job, dict(enumerate(meshes)), {}):
         for layer, params in stage.init(0).params.items():
             jax.tree.map(
                 np.testing.assert_array_equal, params, {k: whole[layer][k] for k in params}

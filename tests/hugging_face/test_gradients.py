@@ -14,7 +14,7 @@ from tests.hugging_face import transformers_child
 from tests.hugging_face.test_end_to_end import write_folder
 from tests.models.families import MODELS
 from tests.one_device import MICROBATCH
-from tests.runtime.test_pipeline import hand_made_plan, make_stages, put
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, put
 
 pytestmark = pytest.mark.exhaustive
 OPTIMIZER = OptimizerConfig(schedule="constant", clip_norm=None, **transformers_child.STEP)
@@ -50,7 +50,7 @@ def test_a_step_on_two_stages_is_a_step_of_torch(family, tmp_path):
     rows = np.random.default_rng(0).integers(256, size=(MICROBATCH, 33), dtype=np.int32)
     loss, gradients, weights = transformers_child.train(tmp_path / "in", rows)
     plan = hand_made_plan((2, 2), (2, 1), (1, 2))
-    runner = make_runner(plan, make_stages(model, plan, config=OPTIMIZER), evaluates=False)
+    runner = make_runner(plan, make_chunks(model, plan, config=OPTIMIZER), evaluates=False)
     inputs = {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:]}
     clock = Clock(2)
     states, found = runner.train_step(runner.init(0), put(runner, inputs), clock.timeline())

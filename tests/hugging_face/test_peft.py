@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from holmesjax.config import LoraConfig, LoraPattern
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.hugging_face import export, folder, peft
-from holmesjax.layers import lora
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs import lora
+from holmesjax.layer_specs.model_layers import layers
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
 
 MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

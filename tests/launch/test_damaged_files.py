@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax import lease
 from holmesjax.checkpoints import committed, manifest, resume, skipped_data
 from holmesjax.errors import REQUEUE, PeerError
 from holmesjax.hosts import computing
+from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan
 from holmesjax.planner import planner
 from holmesjax.report import metrics, page, recorder

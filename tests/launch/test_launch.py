@@ -10,8 +10,8 @@ import sys
 import pytest
 import yaml
 
-from holmesjax import lease
 from holmesjax.checkpoints import manifest
+from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 from tests.jobs import ROOT, run_launch, run_launch_here

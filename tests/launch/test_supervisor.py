@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import launch.supervisor
-from holmesjax import helper_process, job as jobs
+from holmesjax import job as jobs
 from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
+from holmesjax.liveness import helper_process
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics, recorder
 from holmesjax.runtime.step_timeout import Progress

@@ -9,7 +9,7 @@ import numpy as np
 
 from holmesjax import job
 from holmesjax.config import CHECKOUT, files
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import apply, init_params
 from tests.models.family_oracle import attend, gelu_tanh, layer_norm, plain_frequencies, rotate
 

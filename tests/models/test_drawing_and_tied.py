@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from holmesjax.errors import ConfigError
-from holmesjax.layers.model_layers import EMBED, HEAD, forget, layers
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, forget, layers
 from holmesjax.models.own_model import functions, next_token_losses
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests import own_models
 from tests.models.test_own_model import initial
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("drawing_and_tied")
 
@@ -89,7 +89,7 @@ def plain_step():
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_step_with_dropout_and_a_tied_table_is_that_of_one_device(plan):
     loss, gradient, undrawn = plain_step()
-    runner = make_runner(plan, make_stages(MODEL, plan))
+    runner = make_runner(plan, make_chunks(MODEL, plan))
     states, clock = runner.init(SEED), Clock(len(plan.stages))
     tables = [np.asarray(own.params[EMBED]["token_VD"]) for own in (states[0], states[-1])]
     np.testing.assert_array_equal(*tables)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from holmesjax.config import KernelsConfig, RotaryScalingConfig
-from holmesjax.layers.model_layers import layers
+from holmesjax.config.rotary import frequencies
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import ops
 from holmesjax.models.layer import Context, function_of
 from holmesjax.models.transformer import TABLE
-from holmesjax.rotary import frequencies
 from tests.models import family_oracle
 from tests.models.families import GOLDEN, MODELS, TOKENS, params, tensors
 

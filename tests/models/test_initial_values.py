@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holmesjax.config import ModelConfig
-from holmesjax.layers.kind import Normal, Uniform
+from holmesjax.layer_specs.kind import Normal, Uniform
 from holmesjax.models import initial_values
 from holmesjax.models.layer import init_params
 

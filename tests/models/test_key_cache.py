@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from holmesjax.layers.kind import Attention
+from holmesjax.layer_specs.kind import Attention
 from holmesjax.models import key_cache, ops
 from kernels.attention.tiles import Rule
 from tests.arrays import assert_near

@@ -12,8 +12,8 @@ import pytest
 from holmesjax.config import ModelConfig
 from holmesjax.costs import memory, work
 from holmesjax.costs.products import layer_forward_flop, layer_products, layer_weight_flop
-from holmesjax.layers.kind import ActivationProduct, LayerCollective, Numbers, WeightProduct
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name, layers
+from holmesjax.layer_specs.kind import ActivationProduct, LayerCollective, Numbers, WeightProduct
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layers
 from holmesjax.models import layer_tracing
 from holmesjax.models.layer import apply, tree_of
 from tests.shapes import shape_of

@@ -10,10 +10,10 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax.config import KernelsConfig
+from holmesjax.config.rotary import frequencies
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
 from holmesjax.models.activation_checkpointing import checkpointed
-from holmesjax.rotary import frequencies
 from kernels.adamw import adamw_step
 from kernels.attention.reference import CAUSAL
 from kernels.attention.tiles import Rule

@@ -19,21 +19,21 @@ from holmesjax.costs import memory
 from holmesjax.data.batches import model_inputs
 from holmesjax.errors import ConfigError, Mistakes, PlanError
 from holmesjax.generation.sampler import Sampler
-from holmesjax.layers.model_layers import EMBED, HEAD, forget, layers
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, forget, layers
 from holmesjax.models.layer import apply
 from holmesjax.models.own_kinds import draw
 from holmesjax.models.own_model import functions, layers_of, name_of, next_token_losses
 from holmesjax.optimizers.optimizer import learning_rate
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.programs import ProgramKey
 from holmesjax.runtime.timeline import Clock
-from holmesjax.session import read_batches
 from holmesjax.trainer import Trainer
+from holmesjax.training_loop import read_batches
 from tests import own_models as own_model
 from tests.jobs import RunningJob, write_run
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("own_model")
@@ -78,7 +78,7 @@ def plain_step():
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_step_is_that_of_one_device(plan):
     params, loss, gradient = plain_step()
-    runner = make_runner(plan, make_stages(MODEL, plan), evaluates=False)
+    runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
     for state in states:
         for path, got in jax.tree_util.tree_leaves_with_path(state.params):
@@ -101,7 +101,7 @@ def test_a_device_draws_its_own_part_alone():
     model = make_model(num_layers=1, width=16, num_heads=1, module=f"{__name__}:wide")
     forget()
     plan = hand_made_plan((1,), 2, 2, fsdp=2)
-    [stage] = make_stages(model, plan)
+    [stage] = make_chunks(model, plan)
     shapes = stage.state_shapes.params["block_000"]
     where = jax.tree.map(lambda x: x.sharding, shapes)
     own = jax.jit(lambda: draw(model, "block_000", SEED, where), out_shardings=where)
@@ -337,7 +337,7 @@ def test_a_cut_that_no_parameter_has_is_refused(tmp_path):
 def test_the_planner_predicts_what_compiled_programs_hold(remat):
     """In bfloat16, in which layers are traced; parameters, gradients and state to the byte."""
     plan = hand_made_plan((2, 2), 1, 1, microbatches=2, remat=remat)
-    for i, programs in enumerate(compile_stages(make_stages(MODEL, plan, dtype="bfloat16"))):
+    for i, programs in enumerate(compile_chunks(make_chunks(MODEL, plan, dtype="bfloat16"))):
         shape = shape_of(
             is_first=i == 0,
             is_last=i == 1,

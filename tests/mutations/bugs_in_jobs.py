@@ -15,11 +15,13 @@ JOBS = (
     ),
     Bug(
         name="epochs-stand-still",
-        module="holmesjax.lease",
+        module="holmesjax.liveness.lease",
         old='f"{max(last, self._earlier_epoch) + 1:020}"',
         new='f"{last + 1:020}"',
         wrong="an owner has the epoch of one before it, which had not written its own down",
-        tests=("tests/test_lease.py::test_each_owner_has_a_greater_epoch_than_all_before",),
+        tests=(
+            "tests/liveness/test_lease.py::test_each_owner_has_a_greater_epoch_than_all_before",
+        ),
     ),
     Bug(
         name="one-file-for-two-owners",
@@ -27,7 +29,7 @@ JOBS = (
         old="    if anew:\n",
         new="    if False:\n",
         wrong="an owner that wakes up cuts the records of its successor",
-        tests=("tests/test_lease.py::test_who_takes_over_writes_into_files_of_its_own",),
+        tests=("tests/liveness/test_lease.py::test_who_takes_over_writes_into_files_of_its_own",),
     ),
     Bug(
         name="append-without-a-look",
@@ -35,7 +37,9 @@ JOBS = (
         old='        """\n        self._check()\n        self._file.append',
         new='        """\n        self._file.append',
         wrong="an owner that wakes up appends to the records of its successor",
-        tests=("tests/test_lease.py::test_who_has_lost_the_run_writes_no_record_and_cuts_none",),
+        tests=(
+            "tests/liveness/test_lease.py::test_who_has_lost_the_run_writes_no_record_and_cuts_none",
+        ),
     ),
     Bug(
         name="deaf-in-the-report",
@@ -47,11 +51,11 @@ JOBS = (
     ),
     Bug(
         name="deaf-in-the-second-reading",
-        module="holmesjax.helper_process",
+        module="holmesjax.liveness.helper_process",
         old="        pause(turn_s)\n",
         new="        time.sleep(turn_s)\n",
         wrong="whoever waits for another process hears no signal",
-        tests=("tests/test_helper_process.py::test_what_a_pause_raises_kills_it",),
+        tests=("tests/liveness/test_helper_process.py::test_what_a_pause_raises_kills_it",),
     ),
     Bug(
         name="full-disk-ends-a-job",
@@ -85,7 +89,7 @@ JOBS = (
     ),
     Bug(
         name="control-characters",
-        module="holmesjax.yaml_files",
+        module="holmesjax.files.yaml_files",
         old="        if found := CONTROL.search(event.value):\n",
         new="        if found := CONTROL.search(event.value[:0]):\n",
         wrong="a zero byte or a new line of a hosts file comes as far as SSH",
@@ -93,7 +97,7 @@ JOBS = (
     ),
     Bug(
         name="left-out-a-step-late",
-        module="holmesjax.session",
+        module="holmesjax.training_loop",
         old="skipped_data.sequences(self.skipped, step - 1, step)",
         new="skipped_data.sequences(self.skipped, step, step + 1)",
         wrong="a run that goes back after a spike reads a batch of before again",
@@ -139,7 +143,7 @@ JOBS = (
     ),
     Bug(
         name="a-message-twice",
-        module="holmesjax.distributed.seats",
+        module="holmesjax.distributed.member_records",
         old="position = Position(messages=self.received)",
         new="position = Position(messages=self.received - 1)",
         wrong="a member that comes back says its last message again",
@@ -149,7 +153,7 @@ JOBS = (
     ),
     Bug(
         name="anybody-goes-on",
-        module="holmesjax.distributed.seats",
+        module="holmesjax.distributed.member_records",
         old="if hello.session != self.session:",
         new="if False:",
         wrong="a process that has started again takes the place of the lost one",
@@ -212,7 +216,7 @@ JOBS = (
         new="}",
         wrong="the last stage saves the token table that it borrows from the first",
         tests=(
-            "tests/checkpoints/test_checkpoint.py::test_every_array_of_the_model_is_saved_once_and_the_count_of_updates_by_each_stage",
+            "tests/checkpoints/test_restoring.py::test_every_array_of_the_model_is_saved_once_and_the_count_of_updates_by_each_stage",
         ),
     ),
     Bug(
@@ -221,7 +225,7 @@ JOBS = (
         old="found[-self._config.keep :]",
         new="found[-self._config.keep - 1 :]",
         wrong="one checkpoint more than asked for stays on the disk",
-        tests=("tests/checkpoints/test_checkpoint.py::test_keeps_the_newest",),
+        tests=("tests/checkpoints/test_restoring.py::test_keeps_the_newest",),
     ),
     Bug(
         name="clean-up-fails-the-save",
@@ -295,11 +299,13 @@ JOBS = (
     ),
     Bug(
         name="no-look-behind-a-rename",
-        module="holmesjax.lease",
+        module="holmesjax.liveness.lease",
         old="if found is not None and _is_of(found, self._record):",
         new="if found is not None:",
         wrong="a launcher that wakes up late takes away what is its successor's",
-        tests=("tests/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",),
+        tests=(
+            "tests/liveness/test_lease.py::test_who_wakes_up_without_the_lease_takes_nothing_away",
+        ),
     ),
     Bug(
         name="copies-count-again",
@@ -449,7 +455,7 @@ JOBS = (
         new="if False:",
         wrong="the end of a process is told once its own children have closed its output",
         tests=(
-            "tests/test_hung_main_thread.py::test_the_end_of_a_child_is_told_while_its_own_child_holds_its_output_open",
+            "tests/liveness/test_hung_main_thread.py::test_the_end_of_a_child_is_told_while_its_own_child_holds_its_output_open",
         ),
     ),
     Bug(

@@ -25,7 +25,9 @@ TRAINING = (
         old="precise = Precision.HIGHEST",
         new="precise = Precision.DEFAULT",
         wrong="cuBLAS keeps the sums of gradients in 14 bits",
-        tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
+        tests=(
+            "tests/layer_specs/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",
+        ),
     ),
     Bug(
         name="codes-transposed-from-memory",
@@ -33,7 +35,9 @@ TRAINING = (
         old="_in_range(x, scale, dtype).transpose(order).astype(dtype)",
         new="quantize(x, scale, dtype).transpose(order)",
         wrong="codes are made, and then transposed in a kernel of its own",
-        tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
+        tests=(
+            "tests/layer_specs/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",
+        ),
     ),
     Bug(
         name="codes-of-a-weight-transposed-from-memory",
@@ -41,7 +45,9 @@ TRAINING = (
         old="turned = _in_rows(w.transpose(order))",
         new="turned = w.transpose(order)",
         wrong="XLA makes the codes of a weight, and transposes them in a kernel of its own",
-        tests=("tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",),
+        tests=(
+            "tests/layer_specs/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",
+        ),
     ),
     Bug(
         name="input-of-the-feed-forward-kept",
@@ -58,8 +64,8 @@ TRAINING = (
         new="codes = lambda name: held[name] if not held else",
         wrong="the codes that a step has made are not read, but the zeros that get the gradients",
         tests=(
-            "tests/layers/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",
-            "tests/layers/test_fp8.py::test_every_plan_trains_as_one_device",
+            "tests/layer_specs/test_fp8.py::test_no_microbatch_codes_a_weight_or_transposes_codes",
+            "tests/layer_specs/test_fp8.py::test_every_plan_trains_as_one_device",
         ),
     ),
     Bug(
@@ -68,7 +74,7 @@ TRAINING = (
         old='"max": jnp.max}',
         new='"max": jnp.sum}',
         wrong="largest magnitudes of microbatches and replicas are added up",
-        tests=("tests/layers/test_fp8.py::test_every_plan_trains_as_one_device",),
+        tests=("tests/layer_specs/test_fp8.py::test_every_plan_trains_as_one_device",),
     ),
     Bug(
         name="muon-without-lookahead",
@@ -170,7 +176,7 @@ TRAINING = (
     ),
     Bug(
         name="large-residual-weights",
-        module="holmesjax.layers.transformer",
+        module="holmesjax.layer_specs.transformer",
         old="(2 * model.num_layers) ** -0.5",
         new="model.num_layers**-0.5",
         wrong="weights that add to the residual stream start as if a layer added once",
@@ -178,11 +184,11 @@ TRAINING = (
     ),
     Bug(
         name="window-of-one-more-key",
-        module="holmesjax.layers.transformer",
+        module="holmesjax.layer_specs.transformer",
         old="window=model.window)",
         new="window=model.window + 1)",
         wrong="a query of a block with a window sees one key too many",
-        tests=("tests/layers/test_window.py::test_windows_equal_masked_dense_attention",),
+        tests=("tests/layer_specs/test_window.py::test_windows_equal_masked_dense_attention",),
     ),
     Bug(
         name="auxiliary-loss-without-weight",
@@ -191,7 +197,7 @@ TRAINING = (
         new="loss = auxiliary.losses[name]",
         wrong="an auxiliary loss pulls on parameters as if its weight were 1",
         tests=(
-            "tests/layers/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
+            "tests/layer_specs/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
         ),
     ),
     Bug(
@@ -201,7 +207,7 @@ TRAINING = (
         new="jnp.arange(stage.microbatch_size)",
         wrong="a sequence draws by its place in a microbatch, and not by its number in the run",
         tests=(
-            "tests/layers/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
+            "tests/layer_specs/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
         ),
     ),
     Bug(

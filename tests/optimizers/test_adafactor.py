@@ -11,7 +11,7 @@ from holmesjax.costs import memory
 from holmesjax.optimizers.adafactor import Factored
 from holmesjax.optimizers.optimizer import make_optimizer
 from tests.optimizers.test_adamw import stated
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
 CONFIG = OptimizerConfig(name="adafactor", learning_rate=1.0)
@@ -22,7 +22,7 @@ FEW, PARTS = 2 * 4, ("fsdp", "data")  # bytes of two counts
 
 def stage_of(data, tensor, fsdp):
     plan = hand_made_plan((1,), data, tensor, fsdp=fsdp)
-    return make_stages(MODEL, plan, config=CONFIG)[0]
+    return make_chunks(MODEL, plan, config=CONFIG)[0]
 
 
 @pytest.mark.parametrize("data, tensor, fsdp", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2)])

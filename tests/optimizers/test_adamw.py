@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 from holmesjax.config import ModelConfig, OptimizerConfig, RampupConfig, TrainConfig
-from holmesjax.layers.kind import Constant, Parameter
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.kind import Constant, Parameter
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.optimizers.learning_rates import (
     StepTokens,
     learning_rate as plain_learning_rate,

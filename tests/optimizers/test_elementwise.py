@@ -8,23 +8,23 @@ import optax
 import pytest
 
 from holmesjax import config as configs
-from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.checkpoints import manifest, restoring
 from holmesjax.config import OptimizerConfig, ParameterGroupConfig
+from holmesjax.config.update_rules import RULES, kept
 from holmesjax.costs import memory
 from holmesjax.errors import ConfigError, Mistakes
-from holmesjax.layers.model_layers import EMBED
+from holmesjax.layer_specs.model_layers import EMBED
 from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import in_one_process
 from holmesjax.runtime.timeline import Clock
-from holmesjax.update_rules import RULES, kept
-from tests.checkpoints.test_checkpoint import write_states
+from tests.checkpoints.test_restoring import write_states
 from tests.costs.test_memory import shape_of
 from tests.jobs import write_run
 from tests.one_device import assert_trees_near, plain_loss, step_inputs
 from tests.optimizers.test_adamw import stated
 from tests.optimizers.test_muon import numpy_steps
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("elementwise")
 
@@ -101,7 +101,7 @@ GRADIENT = jax.jit(jax.grad(plain_loss), static_argnums=1)
 
 def steps_on_one_device(model, config, num_sequences):
     """Parameters after each step, and their average."""
-    [stage] = make_stages(model, hand_made_plan((model.num_layers,), 1, 1))
+    [stage] = make_chunks(model, hand_made_plan((model.num_layers,), 1, 1))
     params = jax.tree.map(np.asarray, stage.init(SEED).params)
     optimizer = optax_of(config)
     state = optimizer.init(params)
@@ -134,8 +134,8 @@ def train_step(runner, states, num_sequences, step, num_stages):
 def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name, tmp_path):
     config, model = CONFIGS[name], make_model(tied_embeddings=True, **FACTORED)
     plans = [hand_made_plan((1, 1), 2, 1), hand_made_plan((2,), 1, 2, fsdp=2)]
-    stages, others = (make_stages(model, plan, config=config) for plan in plans)
-    runner = in_one_process(plans[0], compile_stages(stages))
+    stages, others = (make_chunks(model, plan, config=config) for plan in plans)
+    runner = in_one_process(plans[0], compile_chunks(stages))
     states, batch = runner.init(SEED), plans[0].global_batch
     wanted = steps_on_one_device(model, config, batch)
     for step, want in zip(range(NUM_STEPS - 1), wanted, strict=False):
@@ -143,11 +143,11 @@ def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name
         check(states, want)
     write_states(tmp_path, model, stages, (NUM_STEPS - 1,), states=states)
     [found] = manifest.find(tmp_path)
-    restored = checkpoint.restore(found, others)
-    saved = {key: x for state in states for key, x in checkpoint.flatten(state).items()}
-    for key, x in checkpoint.flatten(restored[0]).items():
+    restored = restoring.restore(found, others)
+    saved = {key: x for state in states for key, x in restoring.flatten(state).items()}
+    for key, x in restoring.flatten(restored[0]).items():
         np.testing.assert_array_equal(x, saved[key], key)
-    runner = in_one_process(plans[1], compile_stages(others))
+    runner = in_one_process(plans[1], compile_chunks(others))
     check(train_step(runner, restored, batch, NUM_STEPS - 1, 1), next(wanted))
 
 
@@ -164,7 +164,7 @@ def test_memory_and_updates_are_those_of_what_an_optimizer_keeps(name, ema_decay
     function = "tests.own_models:signs" if RULES[name].takes_function else None
     config = OptimizerConfig(name=name, learning_rate=1.0, function=function, ema_decay=ema_decay)
     model = make_model(**FACTORED)
-    [stage] = make_stages(model, hand_made_plan((2,), 1, 1), config=config)
+    [stage] = make_chunks(model, hand_made_plan((2,), 1, 1), config=config)
     state = stage.state_shapes
     held = sum(x.size * 4 for x in jax.tree.leaves((state.opt_state, state.average)) if x.shape)
     shape = shape_of(num_blocks=2, is_first=True, is_last=True, kept=kept(config))
@@ -199,7 +199,7 @@ def test_the_rate_that_is_logged_is_the_one_that_moved_the_parameters():
 
 def test_a_state_of_other_shapes_is_our_mistake():
     """Optax's Adafactor's, say: it is not elementwise."""
-    stage = make_stages(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
+    stage = make_chunks(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
     factored = make_optimizer(CONFIGS["sgd"], 10, stage.statements)
     factored = dataclasses.replace(factored, direction=optax.scale_by_factored_rms())
     with pytest.raises(AssertionError, match="not elementwise"):

@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks.memory_compiled import bytes_on_a_device
 from holmesjax.config import OptimizerConfig
+from holmesjax.config.update_rules import RULES
 from holmesjax.costs import memory, products
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices
-from holmesjax.layers.kind import Constant, Parameter
+from holmesjax.layer_specs.kind import Constant, Parameter
 from holmesjax.optimizers.muon import newton_schulz, orthogonalized
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel import sharding
-from holmesjax.update_rules import RULES
 from tests.arrays import normal
 from tests.one_device import assert_near
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
 ZERO = Constant(0.0)
@@ -102,7 +102,7 @@ def test_directions_are_those_of_optax_where_both_take_a_matrix():
 def test_cut_matrices_are_orthogonalised_whole(data, tensor, fsdp, context):
     """Five matrices on eight devices, or of each kind that a block has; parts apart are another."""
     plan = hand_made_plan((3,), data, tensor, fsdp=fsdp, context=context)
-    [stage] = make_stages(MODEL, plan, config=CONFIG)
+    [stage] = make_chunks(MODEL, plan, config=CONFIG)
     for name, stated in stage.statements["block_000"].items():
         if not getattr(stated, "matrix", 0):
             continue
@@ -122,7 +122,7 @@ def test_cut_matrices_are_orthogonalised_whole(data, tensor, fsdp, context):
 @pytest.mark.parametrize("data, tensor, fsdp", [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_each_device_holds_what_the_memory_says(data, tensor, fsdp):
     plan = hand_made_plan((3,), data, tensor, fsdp=fsdp)
-    [stage] = make_stages(MODEL, plan, config=CONFIG)
+    [stage] = make_chunks(MODEL, plan, config=CONFIG)
     cuts = {"data": data, "tensor": tensor, "fsdp": fsdp}
     shape = shape_of(num_blocks=3, kept=RULES["muon"].kept(CONFIG), **cuts)
     found = bytes_on_a_device(stage.state_shapes.opt_state) - 4  # of a count

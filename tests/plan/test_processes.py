@@ -2,7 +2,7 @@
 
 import pytest
 
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import domain_fabric, fabric_between, make_processes
 from holmesjax.topology import loading

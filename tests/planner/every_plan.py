@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holmesjax.costs import memory, work as costs
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import stage_times
-from holmesjax.layers import model_layers
+from holmesjax.layer_specs import model_layers
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.mesh_order import Paths, arrangements

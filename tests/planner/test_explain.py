@@ -10,7 +10,7 @@ import pytest
 
 from holmesjax import config as configs
 from holmesjax.config import KernelsConfig, ParallelConfig
-from holmesjax.layers.distinct_kinds import kind_names
+from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import explain, planner
 from holmesjax.planner.assembly import as_plan

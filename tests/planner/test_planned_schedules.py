@@ -7,8 +7,8 @@ import pytest
 from holmesjax.costs import work
 from holmesjax.costs.products import attention_products, layer_products
 from holmesjax.costs.stage_times import BACKWARD_NUMBERS, HOLMESJAX
-from holmesjax.layers.distinct_kinds import kind_names, kinds
-from holmesjax.layers.model_layers import layer_names
+from holmesjax.layer_specs.distinct_kinds import kind_names, kinds
+from holmesjax.layer_specs.model_layers import layer_names
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan, describe
 from holmesjax.planner.planner import make_plan

@@ -9,7 +9,7 @@ import pytest
 
 from holmesjax.config import DistributedConfig
 from holmesjax.costs.stage_times import OVERLAP_SLOWDOWN
-from holmesjax.layers.model_layers import layer_names
+from holmesjax.layer_specs.model_layers import layer_names
 from holmesjax.parallel import sharding
 from holmesjax.plan.plan import Axis, Plan, describe
 from holmesjax.plan.processes import make_processes

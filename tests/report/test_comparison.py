@@ -8,8 +8,9 @@ import os
 import pytest
 from rich.console import Console
 
-from holmesjax import config as configs, lease
+from holmesjax import config as configs
 from holmesjax.errors import DataError
+from holmesjax.liveness import lease
 from holmesjax.report import comparison, live, metrics
 from holmesjax.report.figures import loss_curves
 from holmesjax.units import show

@@ -15,7 +15,7 @@ from holmesjax.costs.implementation import HOLMESJAX
 from holmesjax.costs.products import attention_products
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.costs.stage_times import layers_s
-from holmesjax.layers.distinct_kinds import kinds
+from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.runtime import device_profile
 from holmesjax.runtime.device_profile import Timed
 from holmesjax.topology import calibration, loading

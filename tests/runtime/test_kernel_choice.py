@@ -14,8 +14,8 @@ from holmesjax.hosts.kernel_check import CheckVerdict
 from holmesjax.models import ops
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime import kernel_choice
+from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.kernel_choice import attention_lines, optimizer_lines
-from holmesjax.runtime.stage import Stage
 from kernels import adamw_choice
 from kernels.adamw_choice import MeasuredStep
 from tests.clusters import make_config
@@ -41,7 +41,7 @@ def stage_on(device, number, **changes):
         "mask_documents": True,
         "kernels": KernelsConfig(),
     }
-    return Stage(**told | changes)
+    return Chunk(**told | changes)
 
 
 def test_the_header_says_what_computes_attention_in_each_stage():

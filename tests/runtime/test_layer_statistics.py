@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.layers.model_layers import layers
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
 from holmesjax.runtime.layer_statistics import names, of_small_batch
 from holmesjax.runtime.pipeline import make_runner
@@ -16,7 +16,7 @@ from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from tests.jobs import write_run
 from tests.one_device import SEED, activations, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 MODEL = make_model(num_layers=2, tied_embeddings=True)
 
@@ -51,7 +51,7 @@ def wanted(inputs):
     ids=["two stages", "one program"],
 )
 def test_norms_by_kind_are_those_of_one_device(plan):
-    stages = [dataclasses.replace(s, has_statistics=True) for s in make_stages(MODEL, plan)]
+    stages = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
     runner, clock = make_runner(plan, stages), Clock(len(plan.stages))
     inputs = step_inputs(plan.global_batch, 1)  # in which few targets count
     _, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
@@ -66,7 +66,7 @@ def test_norms_by_kind_are_those_of_one_device(plan):
 
 def test_norms_of_a_small_batch_are_those_of_its_microbatches():
     plan = hand_made_plan((1, 1), 1, 1, microbatches=4)
-    stages = [dataclasses.replace(s, has_statistics=True) for s in make_stages(MODEL, plan)]
+    stages = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
     runner, clock = make_runner(plan, stages, ramps=True), Clock(len(plan.stages))
     inputs = step_inputs(plan.global_batch // 4, 0)
     host = {name: inputs[name] for name in runner.placer.names}

@@ -15,7 +15,7 @@ from holmesjax.models.layer import function_of
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from tests.kernels.attention.gpus import H200, lowered_for_cuda
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_stage_runs_mosaic_once_for_each_block(cut, remat, in_forward, in_back
     model = make_model(num_layers=2, num_heads=2, head_dim=64)
     plan = hand_made_plan((1, 1), **cut, remat=remat)
     kernels = KernelsConfig(attention="pallas", cross_entropy="reference")
-    stage, _ = make_stages(model, plan, dtype="bfloat16", kernels=kernels, mask=True)
+    stage, _ = make_chunks(model, plan, dtype="bfloat16", kernels=kernels, mask=True)
     replicas, batch = replica_shapes(stage), batch_shapes(stage)
     fixed = stage.state_shapes.fixed
     forward = functools.partial(microbatch.forward, stage, fixed)
@@ -56,7 +56,7 @@ def test_equal_layers_are_traced_together(cut, monkeypatch):
 
     monkeypatch.setattr(microbatch, "function_of", counted)
     model = make_model(num_layers=12, pattern=("block", "window_block"), window=4)
-    stage, _ = make_stages(model, hand_made_plan((10, 2), 1, 1, **cut))
+    stage, _ = make_chunks(model, hand_made_plan((10, 2), 1, 1, **cut))
     run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
     jax.eval_shape(run, replica_shapes(stage), None, batch_shapes(stage))
     assert set(traced) == set(stage.kinds.values())

@@ -15,7 +15,7 @@ from holmesjax.costs.parameters import stage_parameters
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from holmesjax.runtime.programs import ProgramKey
 from tests.collectives import (
@@ -27,7 +27,7 @@ from tests.collectives import (
     traced_events,
     waits_for,
 )
-from tests.runtime.test_pipeline import VARIANTS, hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import VARIANTS, hand_made_plan, make_chunks, make_model
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("overlap")
@@ -44,12 +44,12 @@ def make_stage(data, *, is_first=True, dtype="float32", **sizes):
     model = make_model(**VARIANTS["llama"] | sizes, num_layers=1 + NUM_BLOCKS)
     layers = (NUM_BLOCKS, 1) if is_first else (1, NUM_BLOCKS)
     plan = hand_made_plan(layers, data, 1, microbatches=2)
-    return make_stages(model, plan, dtype=dtype)[0 if is_first else 1]
+    return make_chunks(model, plan, dtype=dtype)[0 if is_first else 1]
 
 
 @functools.cache
 def compiled(data, **changes):
-    return compile_stages([make_stage(data, **changes)])[0]
+    return compile_chunks([make_stage(data, **changes)])[0]
 
 
 def parameters(stage) -> int:
@@ -109,7 +109,7 @@ def test_a_replica_computes_as_one_alone(is_first):
     """XLA transposes no weight because there are others."""
     pair, alone = compiled(2, is_first=is_first), make_stage(1, is_first=is_first)
     half = dataclasses.replace(alone.plan, global_batch=alone.plan.global_batch // 2)
-    alone = compile_stages([dataclasses.replace(alone, plan=half)])[0]
+    alone = compile_chunks([dataclasses.replace(alone, plan=half)])[0]
     of_pair, of_one = (num_reordered(p.table[ProgramKey("backward", False)]) for p in (pair, alone))
     assert 0 < of_pair <= of_one  # the XLA of JAX 0.12 reorders less in the pair
 

@@ -18,7 +18,7 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.one_device import MICROBATCH, SEED, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages, put
+from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model, put
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("param_dtype")
@@ -39,7 +39,7 @@ PLANS = {
 def kept(model, plan, config=SMOOTH):
     return [
         dataclasses.replace(stage, param_dtype="bfloat16")
-        for stage in make_stages(model, plan, config=config)
+        for stage in make_chunks(model, plan, config=config)
     ]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.layers.model_layers import EMBED, HEAD, block_name
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
@@ -23,14 +23,14 @@ from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.stage_layouts import MeshShape
-from holmesjax.runtime import microbatch, one_stage, pipeline
-from holmesjax.runtime.compilation import compile_stages, compile_whole_step
+from holmesjax.runtime import microbatch, pipeline, whole_step
+from holmesjax.runtime.chunk import Chunk
+from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.in_flight import MOST, TasksAhead
-from holmesjax.runtime.one_stage import OneStage
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
-from holmesjax.runtime.stage import Stage
 from holmesjax.runtime.stage_crossings import local_targets
 from holmesjax.runtime.timeline import Clock
+from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.transport.local import LocalTransport
 from tests.clusters import make_cluster, make_config, make_topology
 from tests.one_device import MICROBATCH, SEED, assert_near, check, step_inputs, steps
@@ -105,12 +105,12 @@ def hand_made_plan(
     )
 
 
-def make_stages(
+def make_chunks(
     model, plan, *, config=SMOOTH, dtype="float32", mask=False, kernels=PLAIN
-) -> list[Stage]:
+) -> list[Chunk]:
     meshes = build_meshes(plan, jax.devices())
     return [
-        Stage(
+        Chunk(
             model=model,
             plan=plan,
             index=i,
@@ -168,7 +168,7 @@ def test_what_the_planner_makes_is_read_back_and_equals_one_device(seed):
     model = make_model()
     plan = random_plan(seed, model)
     assert Plan.from_json(plan.to_json()) == plan
-    runner = in_one_process(plan, compile_stages(make_stages(model, plan)))
+    runner = in_one_process(plan, compile_chunks(make_chunks(model, plan)))
     check(runner, plan, steps(model, SMOOTH, plan.global_batch))
 
 
@@ -186,7 +186,7 @@ VARIANTS = {
 
 
 def saved_bytes(remat, dtype="float32"):
-    [stage] = make_stages(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
+    [stage] = make_chunks(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
     batch = {name: x for name, x in step_inputs(MICROBATCH, 0).items() if name in stage.inputs}
     replicas = jax.eval_shape(stage.gather, stage.state_shapes.params)
     run = lambda r, b: microbatch.forward(stage, stage.state_shapes.fixed, r, None, b)
@@ -209,7 +209,7 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
     """bfloat16 has 8 bits: a product of depth 4 layers may be off by a few of its roundings."""
     model = make_model(num_layers=2)
     plan = hand_made_plan((1, 1), 2, 2, microbatches=4)
-    programs = compile_stages(make_stages(model, plan, dtype="bfloat16"))
+    programs = compile_chunks(make_chunks(model, plan, dtype="bfloat16"))
     runner = in_one_process(plan, programs)
     [want, *_] = steps(model, SMOOTH, plan.global_batch)
     loss, states = first_step(runner, plan)
@@ -245,7 +245,7 @@ def test_gradients_of_weights_are_never_rounded_to_bfloat16(name, cross_entropy)
     tied = cross_entropy == "chunked"
     model = make_model(num_layers=2, tied_embeddings=tied, positions="learned")
     kernels = dataclasses.replace(PLAIN, cross_entropy=cross_entropy)
-    runner = make_runner(plan, make_stages(model, plan, dtype="bfloat16", kernels=kernels))
+    runner = make_runner(plan, make_chunks(model, plan, dtype="bfloat16", kernels=kernels))
     _, states = first_step(runner, plan)
     for state in states:
         for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
@@ -261,7 +261,7 @@ def two_stages(schedule="1f1b"):
     """The plan and the programs of two stages, for tests that watch them run."""
     data, microbatches = (1, 4) if schedule == "zero_bubble" else (2, 2)
     plan = hand_made_plan((1, 1), data, 1, microbatches=microbatches, schedule=schedule)
-    return plan, compile_stages(make_stages(make_model(num_layers=2), plan))
+    return plan, compile_chunks(make_chunks(make_model(num_layers=2), plan))
 
 
 def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
@@ -353,10 +353,10 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_stage():
 
 def test_every_plan_starts_from_the_same_parameters():
     model = make_model(tied_embeddings=True)
-    [whole] = make_stages(model, hand_made_plan((4,), 1, 1))
+    [whole] = make_chunks(model, hand_made_plan((4,), 1, 1))
     want = whole.init(SEED).params
     plan = hand_made_plan((1, 2, 1), 1, 2)
-    for stage in make_stages(model, plan):
+    for stage in make_chunks(model, plan):
         for path, got in jax.tree_util.tree_leaves_with_path(stage.init(SEED).params):
             wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
@@ -366,7 +366,7 @@ def test_every_plan_starts_from_the_same_parameters():
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(split):
     if len(split) == 1:
         plan = hand_made_plan(split, 2, 1, microbatches=2)
-        runner = make_runner(plan, make_stages(make_model(num_layers=1), plan))
+        runner = make_runner(plan, make_chunks(make_model(num_layers=1), plan))
     else:
         plan, programs = two_stages()
         runner = in_one_process(plan, programs)
@@ -428,15 +428,15 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
     """In steps and validations; results are what they are without a limit. None: one stage."""
     split = (1,) if schedule is None else (1, 1)
     plan = hand_made_plan(split, 1, 1, microbatches=MOST + 2, schedule=schedule or "1f1b")
-    stages = make_stages(make_model(num_layers=len(split)), plan)
+    stages = make_chunks(make_model(num_layers=len(split)), plan)
     if schedule is None:
-        make = functools.partial(OneStage, compile_whole_step(stages[0]))
+        make = functools.partial(WholeStep, compile_whole_step(stages[0]))
     else:
-        make = functools.partial(in_one_process, plan, compile_stages(stages))
+        make = functools.partial(in_one_process, plan, compile_chunks(stages))
     free, made = make(), []
     slow = lambda: made.append(Slow()) or made[-1]
     monkeypatch.setattr(pipeline, "TasksAhead", slow)
-    monkeypatch.setattr(one_stage, "TasksAhead", slow)
+    monkeypatch.setattr(whole_step, "TasksAhead", slow)
     found = []
     for runner in (free, make()):
         loss, states = first_step(runner, plan)

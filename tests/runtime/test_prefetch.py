@@ -11,7 +11,7 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.data.corpus import Corpus
 from holmesjax.errors import DataError
 from holmesjax.runtime.prefetch import Feed, Placer, Step, Validation
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 LENGTH, GLOBAL_BATCH = 16, 12
 
@@ -26,7 +26,7 @@ def batches():
 
 def stages_of(**options):
     plan = hand_made_plan((2, 2), 2, microbatches=3, **options)
-    return make_stages(make_model(), plan, mask=True)
+    return make_chunks(make_model(), plan, mask=True)
 
 
 def test_all_arrive_in_order_as_they_are_on_the_host(batches):
@@ -66,7 +66,7 @@ def test_a_process_makes_the_rows_of_its_devices(batches, monkeypatch):
         batches.train(24, rows).token_NL, batches.train(24).token_NL[rows]
     )
     plan = hand_made_plan((1, 1, 2), 1, 1)
-    idle = Placer(plan, make_stages(make_model(), plan)[1:2])
+    idle = Placer(plan, make_chunks(make_model(), plan)[1:2])
     assert (idle.names, idle.row_MN.size) == ([], 0)  # a stage in the middle reads no batch
     monkeypatch.setattr(text.Windows, "__getitem__", lambda self, index: pytest.fail("it reads"))
     with Feed(batches, idle, iter([Step(0, 12), Validation(1)]), 60.0) as feed:

@@ -22,7 +22,7 @@ from tests.one_device import (
     loss_and_gradient,
     step_inputs,
 )
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model
 
 pytestmark = pytest.mark.xdist_group("rampup")
 
@@ -61,7 +61,7 @@ def wanted():
     ids=["zero bubble", "eager", "one stage"],
 )
 def test_small_batches_are_those_of_one_device(plan):
-    runner = make_runner(plan, make_stages(MODEL, plan), ramps=True)
+    runner = make_runner(plan, make_chunks(MODEL, plan), ramps=True)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
     for step, (count, (loss, params)) in enumerate(zip(COUNTS, wanted(), strict=True)):
         inputs = step_inputs(count * MICROBATCH, step)

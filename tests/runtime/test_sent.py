@@ -21,11 +21,11 @@ from holmesjax.costs.parameters import (
     reduced_numbers,
 )
 from holmesjax.costs.stage_shape import StageShape, stage_tokens
-from holmesjax.layers.distinct_kinds import kinds
-from holmesjax.layers.model_layers import EMBED, HEAD
+from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.model_layers import EMBED, HEAD
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime import microbatch
-from holmesjax.runtime.compilation import compile_stages
+from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_shapes import (
     batch_shapes,
     boundary_shape,
@@ -34,7 +34,7 @@ from holmesjax.runtime.program_shapes import (
 )
 from holmesjax.runtime.programs import ProgramKey
 from tests.collectives import over, sent, texts
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 from tests.whole_steps import PARAMETERS, compiled
 
 COUNT = 4  # bytes of the number of updates
@@ -178,8 +178,8 @@ def test_codes_of_fp8_are_gathered_as_they_are(remat):
     fp8 = Fp8Config(history=3, exclude_down=True)
     model = make_model(num_layers=2, norm="rms_norm", activation="swiglu", fp8=fp8)
     plan = hand_made_plan((1, 1), 1, 1, fsdp=2, microbatches=2, remat=remat)
-    stage, _ = make_stages(model, plan)
-    [programs] = compile_stages([stage])
+    stage, _ = make_chunks(model, plan)
+    [programs] = compile_chunks([stage])
     predicted = gathered_bytes(model, shape_of(stage))
     for name, num_bytes in zip(("forward", "backward"), predicted, strict=True):
         total = total_sent([programs[name]], stage.mesh)
@@ -192,7 +192,7 @@ def test_codes_of_fp8_are_gathered_as_they_are(remat):
 def kept_bytes(fsdp, data, remat):
     """Bytes of a microbatch, from its forward to its backward, over all devices."""
     model = make_model(num_layers=1, positions="learned")
-    [stage] = make_stages(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
+    [stage] = make_chunks(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
     batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in stage.inputs}
     run = lambda r, b: microbatch.forward(stage, stage.state_shapes.fixed, r, None, b)[-1]
     out = jax.eval_shape(run, replica_shapes(stage), batch)

@@ -6,15 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax.checkpoints import checkpoint, manifest
+from holmesjax.checkpoints import manifest, restoring
 from holmesjax.config import OptimizerConfig
 from holmesjax.runtime import spikes
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.timeline import Clock
-from tests.checkpoints.test_checkpoint import write_states
+from tests.checkpoints.test_restoring import write_states
 from tests.one_device import SEED, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_model, make_stages, put
+from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("spikes")
 
@@ -46,14 +46,14 @@ def test_limits_are_those_of_the_last_steps():
 
 
 def stages_of(plan, rule=RULE):
-    stages = make_stages(MODEL, plan, config=CONFIG)
+    stages = make_chunks(MODEL, plan, config=CONFIG)
     return [dataclasses.replace(stage, spike_rule=rule) for stage in stages]
 
 
 @pytest.fixture(scope="module")
 def batches():
     """Two batches, of which the second has the larger loss."""
-    [stage] = make_stages(MODEL, hand_made_plan((2,), 1, 1))
+    [stage] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
     runner = make_runner(stage.plan, [stage])
     found = [step_inputs(stage.plan.global_batch, 2 * i) for i in range(6)]
     states = runner.init(SEED)
@@ -97,9 +97,9 @@ def check_resumption(folder, stages, states, losses):
     write_states(folder, MODEL, stages, (7,), states=states)
     [saved] = manifest.find(folder)
     plan = hand_made_plan((1, 1), 1, 1)
-    first, last = checkpoint.restore(saved, stages_of(plan))
+    first, last = restoring.restore(saved, stages_of(plan))
     assert first.recent is None
     assert int(last.recent.steps) == len(losses)
     np.testing.assert_array_equal(np.sort(last.recent.losses), np.sort(np.float32(losses[-6:])))
-    _, anew = checkpoint.restore(saved, stages_of(plan, RULE._replace(window=8)))
+    _, anew = restoring.restore(saved, stages_of(plan, RULE._replace(window=8)))
     assert int(anew.recent.steps) == 0

@@ -9,9 +9,10 @@ import time
 import pytest
 
 import launch.supervisor
-from holmesjax import job as jobs, lease
+from holmesjax import job as jobs
 from holmesjax.config import DistributedConfig
 from holmesjax.errors import PeerError
+from holmesjax.liveness import lease
 from holmesjax.runtime.step_timeout import Progress
 from launch.process_logs import LOGS
 from launch.supervisor import Supervisor
@@ -228,7 +229,7 @@ def hang(self, *args):
     while True:
         ctypes.CDLL(None).sleep(1000)  # where the interpreter hears no signal
 
-trainer.Session.steps = hang
+trainer.TrainingLoop.steps = hang
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 

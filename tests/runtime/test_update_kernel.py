@@ -15,11 +15,11 @@ from holmesjax.runtime.compilation import (
     scalar_shape,
     task_shapes,
 )
-from holmesjax.runtime.one_stage import OneStage
+from holmesjax.runtime.whole_step import WholeStep
 from kernels import adamw_shards
 from kernels.attention import warpgroups
 from tests.kernels.attention.gpus import H200
-from tests.runtime.test_pipeline import first_step, hand_made_plan, make_model, make_stages
+from tests.runtime.test_pipeline import first_step, hand_made_plan, make_chunks, make_model
 
 XLA = KernelsConfig(attention="reference", cross_entropy="reference", optimizer="xla")
 PALLAS = dataclasses.replace(XLA, optimizer="pallas")
@@ -27,7 +27,7 @@ CONFIG = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, moments="int8")
 
 
 def stage_of(plan, kernels, width=64):
-    [stage] = make_stages(
+    [stage] = make_chunks(
         make_model(num_layers=1, width=width), plan, config=CONFIG, kernels=kernels
     )
     return stage
@@ -37,7 +37,7 @@ def stage_of(plan, kernels, width=64):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates a GPU")
 def test_a_whole_step_with_the_kernel_is_that_of_xla(monkeypatch):
     plan = hand_made_plan((1,), 1, 1, microbatches=2)
-    run = lambda kernels: first_step(OneStage(compile_whole_step(stage_of(plan, kernels))), plan)
+    run = lambda kernels: first_step(WholeStep(compile_whole_step(stage_of(plan, kernels))), plan)
     loss, [want] = run(XLA)
     simulated = functools.partial(adamw_shards.adamw_on_shards, interpret=True)
     monkeypatch.setattr(adamw_shards, "adamw_on_shards", simulated)
@@ -103,7 +103,7 @@ def test_gradients_are_read_as_the_products_of_a_step_leave_them(
     monkeypatch.setattr(ops.Kernels, "device", H200)
     plan = hand_made_plan((1,), **{"data": 1, "tensor": 1, **sizes})
     model = make_model(num_layers=1, width=64, num_kv_heads=2, **changes)
-    [stage] = make_stages(model, plan, config=CONFIG, kernels=PALLAS)
+    [stage] = make_chunks(model, plan, config=CONFIG, kernels=PALLAS)
     args = stage.state_shapes, task_shapes(stage, 1), scalar_shape(stage)
     jax.eval_shape(functools.partial(end_of_step.step, stage), *args)
     paths, _ = zip(*jax.tree_util.tree_flatten_with_path(stage.state_shapes.params)[0], strict=True)

@@ -8,9 +8,9 @@ import hashlib
 
 import numpy as np
 
-from holmesjax.data.pieces import Pieces
+from holmesjax.config.data_sources import SOURCES, DataSource
 from holmesjax.data.sources import Item, Splits
-from holmesjax.data_sources import SOURCES, DataSource
+from holmesjax.data.text_pieces import Pieces
 
 NAME = "toy_copies"
 BEGIN, SIGN, FIRST_DIGIT, NUM_TOKENS, DOCUMENT = 0, 1, 2, 12, 8

@@ -1,6 +1,6 @@
 """An optimizer: optax's AdaBelief, which is elementwise."""
 
-from holmesjax.update_rules import RULES, UpdateRule
+from holmesjax.config.update_rules import RULES, UpdateRule
 
 NAME = "toy_belief"
 EPSILON = {"eps": 1e-3, "eps_root": 1e-6}  # large: no rounding of a small number counts

@@ -20,7 +20,7 @@ ROWS = {
     "Add a NIC": ("holmesjax/topology/catalogue.py", r"^NICS.*\{\n"),
     "Add a GPU": ("holmesjax/topology/catalogue.py", r"^DATA_SHEETS.*\{\n"),
     "Add a verb": ("launch/arguments.py", r"^VERBS.*\{\n"),
-    "Add a learning-rate schedule": ("holmesjax/update_rules.py", r"^RATE_SCHEDULES.*\{\n"),
+    "Add a learning-rate schedule": ("holmesjax/config/update_rules.py", r"^RATE_SCHEDULES.*\{\n"),
     "Add a metric": ("holmesjax/report/recorder.py", r"^        record = \{\n"),
     "Add a setting": ("holmesjax/config/sections.py", r"^class LogConfig:\n.*\n\n"),
 }

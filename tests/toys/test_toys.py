@@ -12,19 +12,19 @@ import optax
 import pytest
 
 from holmesjax import config as configs
+from holmesjax.config.data_sources import SOURCES
+from holmesjax.config.update_rules import RULES
 from holmesjax.data.batches import model_inputs
-from holmesjax.data_sources import SOURCES
 from holmesjax.errors import CheckpointError, Mistakes
 from holmesjax.generation.sampler import Sampler
 from holmesjax.generation.sampling import Sampling
-from holmesjax.layers.model_layers import EMBED
+from holmesjax.layer_specs.model_layers import EMBED
 from holmesjax.models.layer import init_params
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, validate
-from holmesjax.session import read_batches
 from holmesjax.trainer import Trainer
-from holmesjax.update_rules import RULES
+from holmesjax.training_loop import read_batches
 from launch.__main__ import main
 from tests.jobs import ROOT, RunningJob, write_run
 from tests.one_device import plain_loss

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holmesjax.errors import PeerError
-from holmesjax.parallel import compat
+from holmesjax.parallel import platforms
 from holmesjax.transport import connections, tcp
 from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Key
@@ -114,7 +114,7 @@ def test_runs_are_the_bytes_of_a_range(index):
 
 def test_an_array_goes_out_and_comes_in_without_a_copy():
     on_device = array(1.0)
-    host = np.asarray(compat.start_copy_to_host(on_device))
+    host = np.asarray(platforms.start_copy_to_host(on_device))
     assert host.ctypes.data == on_device.unsafe_buffer_pointer()
     block = BufferPool().take(SHAPE, np.dtype(np.float32))
     assert jax.device_put(block).unsafe_buffer_pointer() == block.ctypes.data
@@ -123,10 +123,10 @@ def test_an_array_goes_out_and_comes_in_without_a_copy():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_the_way_through_pinned_memory(dtype, monkeypatch, pair):
     """Other platforms than the CPU do this; its devices have that kind of memory too."""
-    monkeypatch.setattr(compat, "start_copy_to_host", compat.copy_to_pinned)
+    monkeypatch.setattr(platforms, "start_copy_to_host", platforms.copy_to_pinned)
     source, target = pair([make_crossing("F0", (4, 6), dtype)])
     x = jnp.arange(24).reshape(4, 6).astype(dtype)
-    assert compat.copy_to_pinned(x).sharding.memory_kind == "pinned_host"
+    assert platforms.copy_to_pinned(x).sharding.memory_kind == "pinned_host"
     source.offer(KEYS[0], x)
     target.expect(KEYS[:1])
     np.testing.assert_array_equal(target.fetch(KEYS[0]), np.asarray(x))

@@ -1,0 +1,322 @@
+"""Restores the arrays of a checkpoint, with Orbax; `writing` writes them.
+
+A part is what one stage wrote: a flat dict of arrays. A key is the array's path in the state
+(`params.block_003.up_DF`), so it names the layer and never the stage, the mesh or the cluster, and
+any plan restores what another has written. `manifest` says which checkpoints are whole, but for the
+arrays: each has a digest, computed where it lies before it is written, and again where it is read.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from holmesjax.checkpoints import digests, manifest
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.orbax_errors import silence_orbax, unread
+from holmesjax.config import ModelConfig
+from holmesjax.errors import CheckpointError
+from holmesjax.layer_specs.kind import Parameter
+from holmesjax.layer_specs.model_layers import layers
+from holmesjax.models.layer import merged, split_trained, stated, statements
+from holmesjax.runtime import spikes
+from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
+from holmesjax.runtime.weight_average import Average
+
+Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
+CHUNK_BYTES = 4 << 20  # bytes of an array that are written or read at a time
+MAX_SHOWN = 3  # arrays that differ, in a message
+
+
+def key_of(path: tuple) -> str:
+    """The name of an array of the state, from its path in the tree."""
+    return ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def flatten(state: Any) -> Arrays:
+    return {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def restore(checkpoint: Checkpoint, stages: Sequence[Chunk]) -> list[ChunkState]:
+    """Returns the states of all stages, whichever plan wrote them. Call `manifest.verify` first.
+
+    A state in other dtypes, or of another format, is read as it was written, and then converted to
+    that of the stage. Without the state of an optimizer, as for imported weights, a new one begins.
+
+    Raises:
+      CheckpointError: the checkpoint has other arrays than the model; nothing is read.
+      DamagedError: an array cannot be read, or is not what was written.
+    """
+    model, settings = stages[0].model, checkpoint.settings["optimizer"]
+    optimizer = stages[0].optimizer.as_written(settings)
+    params, fixed = _param_shapes(model, _written(checkpoint))
+    wide = jax.tree.map(lambda x: x.update(dtype="float32"), params)
+    opt_state = jax.eval_shape(optimizer.init, wide) if _has_optimizer(checkpoint) else {}
+    is_averaged = stages[0].ema_decay is not None and has_average(checkpoint)
+    average = _average_shapes(wide) if is_averaged else None
+    remembered = stages[0].spike_rule if _remembers(checkpoint, stages[0]) else None
+    recent = remembered and jax.eval_shape(lambda: spikes.none_yet(remembered.window))
+    _check_arrays(checkpoint, ChunkState(params, opt_state, fixed, average, recent))
+    return [_restore_state(checkpoint, stage) for stage in stages]
+
+
+def _has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether it has the state of an optimizer; a checkpoint of imported weights has none."""
+    return any(key.startswith("opt_state.") for key in checkpoint.manifest["arrays"])
+
+
+def has_average(checkpoint: Checkpoint) -> bool:
+    """Whether it has an average of the weights."""
+    return any(key.startswith("average.") for key in checkpoint.manifest["arrays"])
+
+
+def _remembers(checkpoint: Checkpoint, stage: Chunk) -> bool:
+    """Whether it has as many recent steps as the stage's rule for spikes remembers."""
+    saved = checkpoint.manifest["arrays"].get("recent.losses")
+    rule = stage.spike_rule
+    return saved is not None and rule is not None and saved["shape"] == [rule.window]
+
+
+def _average_shapes(params: Any) -> Average:
+    return Average(jax.ShapeDtypeStruct((), "int32"), params)
+
+
+def _restore_state(checkpoint: Checkpoint, stage: Chunk) -> ChunkState:
+    written = stage.optimizer.as_written(checkpoint.settings["optimizer"])
+    dtypes = _written(checkpoint)
+    writer = dataclasses.replace(
+        stage,
+        optimizer=written,
+        param_dtype=dtypes.trained,
+        compute_dtype=dtypes.untrained,
+        ema_decay=stage.ema_decay if has_average(checkpoint) else None,
+        spike_rule=stage.spike_rule if _remembers(checkpoint, stage) else None,
+    )
+    shapes, own = writer.state_shapes, stage.state_shapes
+    if not _has_optimizer(checkpoint):
+        found = _restore_tree(checkpoint, {"params": shapes.params, "fixed": shapes.fixed})
+        params, fixed = _cast(found["params"], own.params), _cast(found["fixed"], own.fixed)
+        begun = stage.init_optimizer(params), fixed, stage.init_average(params)
+        return ChunkState(params, *begun, stage.init_recent())
+    state: ChunkState = _restore_tree(checkpoint, shapes)
+    params, fixed = _cast(state.params, own.params), _cast(state.fixed, own.fixed)
+    opt_state, average = state.opt_state, state.average or stage.init_average(params)
+    if written != stage.optimizer:
+        shardings = jax.tree.map(lambda x: x.sharding, own.opt_state)
+        opt_state = jax.jit(stage.optimizer.adopt, out_shardings=shardings)(opt_state)
+    recent = state.recent or stage.init_recent()
+    return ChunkState(params, opt_state, fixed, average, recent)
+
+
+def _cast(arrays: Any, shapes: Any) -> Any:
+    """Returns the arrays in the dtypes of `shapes`, rounded to the nearest number."""
+
+    def cast(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.dtype == like.dtype:
+            return x
+        found: jax.Array = jax.jit(lambda x: x.astype(like.dtype), out_shardings=like.sharding)(x)
+        return found
+
+    return jax.tree.map(cast, arrays, shapes)
+
+
+# The sharding of a layer's parameter, by the name of the layer.
+Where = Callable[[str, Parameter], jax.sharding.Sharding | None]
+
+
+def restore_params(
+    checkpoint: Checkpoint, model: ModelConfig, where: Where | None = None, *, ema: bool = False
+) -> Any:
+    """The parameters of all layers; on the first device, or as `restore_layers` takes it."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    where = where or (lambda layer, parameter: here)
+    return dict(restore_layers(checkpoint, model, where, ema=ema))
+
+
+def restore_layers(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    where: Where | None = None,
+    *,
+    ema: bool = False,
+    only: Container[str] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of one layer after the other. Verify first; raises as `restore`.
+
+    Args:
+      checkpoint: which has them.
+      model: the model's settings.
+      where: the sharding of a layer's parameter. None: it is NumPy's, which is in memory once.
+      ema: whether what trains is read of the average of the weights.
+      only: the layers that are read; None: all.
+    """
+    if ema and not has_average(checkpoint):
+        raise CheckpointError(
+            str(checkpoint.path),
+            "has no average of the weights",
+            found="a run without optimizer.ema_decay",
+            fix="leave --ema out, or train with optimizer.ema_decay",
+        )
+    sharding_of = where or (lambda layer, parameter: None)
+    written = _written(checkpoint)
+    both = _param_shapes(model, written._replace(trained="float32") if ema else written)
+    parameter_at = functools.partial(stated, statements(model))
+    put = lambda path, x: x.update(sharding=sharding_of(path[0].key, parameter_at(path)))
+    trained, fixed = (jax.tree_util.tree_map_with_path(put, tree) for tree in both)
+    of_trained = {"average": _average_shapes(trained)} if ema else {"params": trained}
+    _check_arrays(checkpoint, {**of_trained, "fixed": fixed})
+    for layer in layers(model):
+        if only is not None and layer not in only:
+            continue
+        own = {"fixed": {layer: fixed[layer]}} if layer in fixed else {"fixed": {}}
+        here = {layer: trained[layer]}
+        wanted = {"average": {"weights": here}} if ema else {"params": here}
+        yield layer, _restore_layer(checkpoint, layer, {**wanted, **own})  # and is not kept here
+
+
+def _restore_layer(checkpoint: Checkpoint, layer: str, wanted: dict[str, Any]) -> Any:
+    found = _restore_tree(checkpoint, wanted)
+    params = found["average"]["weights"] if "average" in found else found["params"]
+    return merged(params[layer], found["fixed"].get(layer, {}))
+
+
+def _written(checkpoint: Checkpoint) -> Dtypes:
+    """The dtypes in which a checkpoint has its parameters."""
+    train = checkpoint.settings["train"]
+    return Dtypes(train.get("param_dtype", "float32"), train["compute_dtype"])
+
+
+def _param_shapes(model: ModelConfig, dtypes: Dtypes) -> tuple[dict, dict]:
+    """The shapes of the parameters that train, and of those that do not."""
+    shape = lambda own: jax.ShapeDtypeStruct(own.shape, dtypes.of(own))
+    trained, fixed = split_trained(statements(model))
+    return jax.tree.map(shape, trained), jax.tree.map(shape, fixed)
+
+
+def _check_arrays(checkpoint: Checkpoint, shapes: Any) -> None:
+    """Raises unless it holds the arrays of a tree of the whole model, under the same roots."""
+    wanted = {key: _show(str(x.dtype), x.shape) for key, x in flatten(shapes).items()}
+    roots = {key.partition(".")[0] for key in wanted}
+    saved = {
+        key: _show(array["dtype"], array["shape"])
+        for key, array in checkpoint.manifest["arrays"].items()
+        if key.partition(".")[0] in roots
+    }
+    differ = [key for key in {**wanted, **saved} if saved.get(key) != wanted.get(key)]
+    if not differ:
+        return
+    first = [
+        f"{key} is {saved.get(key, 'missing')} (expected: {wanted.get(key, 'no such array')})"
+        for key in differ[:MAX_SHOWN]
+    ]
+    if len(differ) > MAX_SHOWN:
+        first.append(f"and {len(differ) - MAX_SHOWN} more")
+    raise CheckpointError(
+        str(checkpoint.path),
+        f"does not hold the arrays of the model: {len(differ)} of {len({*wanted, *saved})} differ",
+        found=", ".join(first),
+        fix="use the version of HolmesJAX that wrote it, or another run.dir",
+    )
+
+
+def verify_arrays(
+    checkpoint: Checkpoint, part: str, told: Callable[[int, int], object] = lambda done, of: None
+) -> None:
+    """Reads the arrays of a part, one after the other, into this process's memory.
+
+    Args:
+      checkpoint: which has them.
+      part: the name of the part.
+      told: called after each array, with the number of those that are read and of all.
+
+    Raises DamagedError if one cannot be read, or is not what was written.
+    """
+    own = {k: x for k, x in checkpoint.manifest["arrays"].items() if x["part"] == part}
+    for done, (key, known) in enumerate(own.items(), start=1):
+        _restore_tree(checkpoint, {key: jax.ShapeDtypeStruct(known["shape"], known["dtype"])})
+        told(done, len(own))
+
+
+def _show(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
+    """Reads every array of a tree of shapes from the part that has it, with its sharding."""
+    wanted = flatten(shapes)
+    known = checkpoint.manifest["arrays"]
+    part_of = {key: known[key]["part"] for key in wanted}
+    arrays: Arrays = {}
+    for part in sorted(set(part_of.values())):
+        arrays |= _read(checkpoint, part, {k: x for k, x in wanted.items() if part_of[k] == part})
+    # Orbax gives back the shape where the file system has no array, or its metadata say so.
+    kinds = jax.Array, np.ndarray
+    if missing := [key for key in wanted if not isinstance(arrays[key], kinds)]:
+        problem = f"is damaged: {missing[0]} is not in it"
+        raise manifest.damaged(checkpoint, part_of[missing[0]], problem, "no such array")
+    found = digests.of({key: arrays[key] for key in wanted})
+    for key, digest in found.items():
+        if digest != known[key]["digest"]:
+            problem = f"is damaged: the digest of {key} should be {known[key]['digest']}"
+            raise manifest.damaged(checkpoint, part_of[key], problem, digest)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[key] for key in wanted])
+
+
+def _read(checkpoint: Checkpoint, part: str, shapes: Arrays) -> Arrays:
+    """Reads arrays of a part onto devices, or into NumPy if they have no sharding."""
+    silence_orbax()
+    is_numpys = all(x.sharding is None for x in shapes.values())
+    try:
+        return (_read_numpys if is_numpys else _read_onto_devices)(checkpoint.path / part, shapes)
+    except Exception as error:
+        reason = unread(error)
+        if reason is None:
+            raise
+    # Reads that Orbax has abandoned would print a traceback each when Python ends.
+    gc.collect()
+    raise manifest.damaged(checkpoint, part, "is damaged: its arrays cannot be read", reason)
+
+
+def _read_onto_devices(folder: Path, shapes: Arrays) -> Arrays:
+    args = ocp.args.PyTreeRestore(
+        item=shapes,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found: Arrays = checkpointer.restore(folder, args=args)
+    return found
+
+
+def _read_numpys(folder: Path, shapes: Arrays) -> Arrays:
+    """Reads arrays chunk by chunk. Orbax would hold many chunks beside the arrays."""
+    is_ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(folder)
+    files = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
+    found: Arrays = {}
+    for key in shapes:
+        one = {"driver": "file", "path": f"{folder.absolute()}/{key}/"}
+        store = {**files, "path": f"{key}/"} if is_ocdbt else one
+        array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+        found[key] = out = np.empty(array.shape, array.dtype.numpy_dtype)
+        for chunk in _chunks(array.shape, array.spec().to_json()["metadata"]["chunks"]):
+            out[chunk] = array[chunk].read().result()
+    return found
+
+
+def _chunks(shape: Sequence[int], size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """The chunks of an array, of a size each, in the order of its elements.
+
+    >>> list(_chunks((3,), (2,)))
+    [(slice(0, 2, None),), (slice(2, 3, None),)]
+    """
+    dims = zip(shape, size, strict=True)
+    cut = lambda n, step: [slice(a, min(a + step, n)) for a in range(0, n, step)]
+    return itertools.product(*(cut(n, step) for n, step in dims))

@@ -1,0 +1,1 @@
+"""Files of settings and records: read with line numbers, checked, written whole."""

@@ -1,0 +1,533 @@
+"""One owner of a run folder at a time, also where hosts share it over NFS. Does not import JAX.
+
+The owner's lease is the file `owner.json`. It is written under another name and then linked. A link
+succeeds for one process alone; no other way of making a file does so over NFS. The owner counts up
+in it every few seconds, by the descriptor of the file it made: it cannot write into a lease that
+somebody else has put in its place.
+
+Nobody compares clocks of two hosts. On the host of the owner, its lease is stale when its process
+is gone. On another host, it is stale when the counter has not moved for a whole term on the
+reader's own clock. A stale lease is renamed before it is deleted, and put back if by then it is
+another one.
+
+    epoch.json    stays in the run folder: how many owners it has had
+
+Each owner has an epoch, which is greater than that of every owner before it. An owner that stood
+still for so long that another took over may wake up at any moment, with files open and calls under
+way. So it looks at the lease before each write (`check`), once more behind a rename or a commit
+(`move`, `act`), and who takes over writes into files of its own (`is_taken_over`).
+"""
+
+import contextlib
+import datetime
+import errno
+import getpass
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
+from holmesjax.files import json_text
+from holmesjax.files.whole_files import write_whole
+from holmesjax.liveness import hung_main_thread
+
+FILE, EPOCH = "owner.json", "epoch.json"
+RENEW_S = 5.0
+TERM_S = 60.0  # twelve renewals: a busy file system may hold up several in a row
+LOOK_S = 1.0  # between two looks at the lease of another host
+SETTLE_S = 0.5  # for somebody who has renamed a lease to see that it is not stale, and put it back
+TRIES = 100
+Record = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Lease:
+    """The ownership of a run folder by this process; a context manager that gives it up at its end.
+
+    Args:
+      run_dir: the run folder; made if it is missing.
+      on_loss: called once, in any thread, when the lease is lost; without it `check` says so.
+      say: takes what there is to say before the lease is there.
+
+    Raises:
+      LeaseError: another process owns the folder.
+      ConfigError: the folder cannot be written, or has no links.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        on_loss: Callable[[LostLeaseError], None] | None = None,
+        say: Callable[[str], None] = lambda text: print(text, flush=True),
+    ):
+        self._path, self._on_loss = Path(run_dir).absolute() / FILE, on_loss
+        self._record = _own_record()
+        self._lost: LostLeaseError | None = None
+        self._renewing, self._ended = threading.RLock(), threading.Event()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_taken_over, self._earlier_epoch = False, 0
+            self._file = self._take(say)
+        except OSError as error:
+            raise _unusable(self._path.parent, error) from None
+        self._renewed_s = _now_s()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def epoch(self) -> int:
+        """The number of this owner, which is greater than that of every one before it."""
+        return int(self._record["epoch"])
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether an owner that may wake up can have files of the run open: see `settle`."""
+        return self._is_taken_over
+
+    def settle(self) -> None:
+        """Call when no file that is written to is one that an owner before this can have open.
+
+        Raises LostLeaseError and OSError.
+        """
+        if self._is_taken_over:
+            self.check()
+            self._is_taken_over = False
+            self._write_epoch()
+
+    def check(self, *, at_once: bool = False) -> None:
+        """Call before writing what another owner would miss; looks again if it is long ago.
+
+        Args:
+          at_once: whether to look again in any case.
+
+        Raises LostLeaseError.
+        """
+        if at_once or _now_s() > self._renewed_s + TERM_S / 2:  # it slept, or the file system did
+            self._renew()
+        if self._lost:
+            raise self._lost
+
+    def guard(self, write: Callable[P, T]) -> Callable[P, T]:
+        """Returns the function `write`, which calls `check` first."""
+
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            self.check()
+            return write(*args, **kwargs)
+
+        return checked
+
+    def move(self, path: Path, target: Path) -> None:
+        """Renames a file or folder of the run, which is how anything of a run is taken away.
+
+        Raises LostLeaseError, and OSError where nothing was renamed.
+        """
+        self.act(lambda: path.rename(target), lambda: target.rename(path), path)
+
+    def act(
+        self, do: Callable[[], object], undo: Callable[[], object], path: Path | None = None
+    ) -> None:
+        """Does what another owner would miss, and undoes it if the lease is another's behind it.
+
+        This process may have stood still since it looked, so the lease is read once more.
+
+        Args:
+          do: one call of the file system, or a few.
+          undo: takes it back.
+          path: what it is about.
+
+        Raises LostLeaseError, and OSError where nothing was done.
+        """
+        self.check()
+        with self._renewing:  # no other thread learns of a loss, and ends this process, in between
+            do()
+            try:
+                found = _read(self._path)
+            except OSError:
+                undo()
+                raise
+            if found is not None and _is_of(found, self._record):
+                return
+            undo()
+        self._renew()
+        self.check()
+        where = str(path or self._path)
+        raise OSError(errno.EAGAIN, "the lease of the run folder was not to be seen", where)
+
+    def release(self) -> None:
+        """Gives the lease up. If it is lost nothing is touched."""
+        self._ended.set()
+        # On another thread: a file system that hangs holds no end up, and the lease is then stale.
+        end = threading.Thread(target=self._give_up, name="lease's end", daemon=True)
+        end.start()
+        end.join(2 * RENEW_S)
+
+    def _give_up(self) -> None:
+        self._thread.join(RENEW_S)
+        if not self._lost:
+            with contextlib.suppress(OSError):  # then it is stale
+                _remove(self._path, self._record)
+        if not self._thread.is_alive():
+            os.close(self._file)
+
+    # ---- taking it -----------------------------------------------------------------------------
+
+    def _take(self, say: Callable[[str], None]) -> int:
+        """The descriptor of the lease, when it is ours."""
+        own = _beside(self._path, self._record["token"])
+        file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.write(file, _text(self._record))
+            os.fsync(file)
+            self._link(own, file, say)
+            self._begin_epoch(file)
+        except BaseException:
+            os.close(file)
+            with contextlib.suppress(OSError):
+                _remove(self._path, self._record)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # it is a second name, which a later owner removes
+                own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the lease is ours, whatever else is left
+            for left in self._path.parent.glob(_beside(self._path, "*").name):  # by a kill -9
+                if (record := _read(left)) and _is_gone(record):
+                    left.unlink(missing_ok=True)
+        return file
+
+    def _begin_epoch(self, file: int) -> None:
+        """Takes the number behind all others; the lease is ours, so nobody else does."""
+        known = _read(self._path.with_name(EPOCH)) or {"epoch": 0}
+        last = known.get("epoch")
+        if not isinstance(last, int):  # the record is damaged: no count of owners comes so far
+            last = time.time_ns()
+        self._is_taken_over |= bool(known.get("is_taken_over", "epoch" not in known))
+        self._record["epoch"] = f"{max(last, self._earlier_epoch) + 1:020}"
+        os.pwrite(file, _text(self._record), 0)
+        os.fsync(file)
+        self._write_epoch()
+
+    def _write_epoch(self) -> None:
+        content = {"epoch": self.epoch, "is_taken_over": self._is_taken_over}
+        write_whole(self._path.with_name(EPOCH), json.dumps(content) + "\n")
+
+    def _link(self, own: Path, file: int, say: Callable[[str], None]) -> None:
+        """Returns when the lease is ours."""
+        has_taken_over = False
+        for _ in range(TRIES):
+            with contextlib.suppress(FileExistsError):
+                os.link(own, self._path)
+            other = _read(self._path)
+            if other and other.get("token") == self._record["token"]:
+                if not has_taken_over:
+                    return
+                time.sleep(SETTLE_S)
+                other = _read(self._path)
+                if other and other.get("token") == self._record["token"]:
+                    return
+            if other is None:  # given up just now
+                time.sleep(0.01)
+                continue
+            if not _is_gone(other):
+                wait_until_stale(self._path, other, say)
+            if _remove(self._path, other):
+                has_taken_over = self._is_taken_over = True
+                with contextlib.suppress(ValueError):
+                    self._earlier_epoch = max(self._earlier_epoch, int(other.get("epoch", 0)))
+                say(f"taking the run folder over from {_who(other)}, which is gone")
+        raise OSError(errno.EBUSY, f"{FILE} comes and goes")
+
+    # ---- keeping it ----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_S) and not self._lost:
+            self._renew()
+
+    def _renew(self) -> None:
+        with self._renewing:
+            if self._lost or self._ended.is_set():
+                return
+            self._record["counter"] = f"{int(self._record['counter']) + 1:012}"
+            try:
+                os.pwrite(self._file, _text(self._record), 0)
+                os.fsync(self._file)
+                found = _read(self._path)
+                if found is None:  # perhaps renamed by mistake
+                    time.sleep(SETTLE_S)
+                    found = _read(self._path)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    if _now_s() > self._renewed_s + TERM_S:
+                        self._lose(f"could not renew its lease for {TERM_S:g} s", error)
+                    return
+                found = None
+            if found is None:
+                self._lose("has lost its lease", f"no {FILE}")
+            elif not _is_of(found, self._record):
+                self._lose("has lost its lease to another process", self._who_has(found))
+            else:
+                self._renewed_s = _now_s()
+
+    def _who_has(self, found: Record) -> str:
+        epoch = str(found.get("epoch", "")).lstrip("0")
+        return f"{_who(found)}, with epoch {epoch or 'unknown'}; this process has {self.epoch}"
+
+    def _lose(self, problem: str, found: object) -> None:
+        if self._ended.is_set():
+            return
+        self._lost = LostLeaseError(
+            str(self._path.parent),
+            f"this process {problem}, and has stopped: two would destroy each other's files",
+            found=found,
+            fix="let the other go on; or, if the folder was deleted or moved, resume where it is",
+        )
+        if self._on_loss:
+            self._on_loss(self._lost)
+
+
+def end_process(error: LostLeaseError) -> None:
+    """Ends this process and its children at once, from any thread; meant for `on_loss`."""
+    say = lambda: print(f"error: {error}", file=sys.stderr)
+    hung_main_thread.end_process(error.exit_status, say)
+
+
+def fence(run_dir: str | Path, epoch: int | None = None) -> Callable[[], None]:
+    """Returns a check that a run folder still has the owner of this process's job.
+
+    It raises LostLeaseError, or OSError where the lease cannot be read.
+
+    Args:
+      run_dir: the run folder.
+      epoch: of the owner; None: of whoever owns the folder now.
+    """
+    path = Path(run_dir).absolute() / FILE
+    read = lambda: _read(path) or {}
+    own = read()
+    if epoch is not None and str(own.get("epoch", "")) != f"{epoch:020}":
+        own = {"epoch": f"{epoch:020}"}  # this process began when another had taken over
+    is_own = lambda found: all(found.get(name) == own.get(name) for name in ("token", "epoch"))
+
+    def check() -> None:
+        if is_own(read()):
+            return
+        time.sleep(SETTLE_S)  # perhaps renamed by mistake
+        if not is_own(read()):
+            raise LostLeaseError(
+                str(path.parent),
+                "the job of this process has lost its lease to another process, and has stopped",
+                found=_who(found) if (found := _read(path)) else f"no {FILE}",
+                fix="let the other job go on",
+            )
+
+    return check
+
+
+def owner(run_dir: str | Path) -> str | None:
+    """Who owns a run folder, in words; None if nobody does, or its owner here has ended."""
+    record = _read(Path(run_dir) / FILE)
+    if record is None or _is_gone(record):
+        return None
+    return "process {pid} on {host}".format_map({"pid": "?", "host": "?"} | record)
+
+
+def wait_until_stale(
+    path: Path,
+    seen: Record,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until the lease that was `seen` has not moved for a term, or is there no more.
+
+    A look that the file system holds up counts no more than any other: the owner may be held up
+    too.
+
+    Args:
+      path: the file of the lease.
+      seen: the lease as it was read before; this file is compared with it.
+      say: takes one line, which tells why the wait begins.
+      clock: seconds of a clock that never goes back.
+      sleep: waits for a number of seconds.
+
+    Raises:
+      LeaseError: the owner lives.
+    """
+    if _is_here(seen):
+        raise _owned(path, seen)  # its process was just seen
+    say(f"{path.parent} is owned by {_who(seen)}; waiting for {TERM_S:g} s for a sign of its life")
+    still_s, last_s = 0.0, clock()
+    while still_s < TERM_S:
+        sleep(LOOK_S)
+        found = _read(path)
+        if found is None or found.get("token") != seen.get("token"):
+            return
+        if found != seen:
+            raise _owned(path, found)
+        now_s = clock()
+        still_s, last_s = still_s + min(now_s - last_s, 2 * LOOK_S), now_s
+
+
+# ---- the file --------------------------------------------------------------------------------
+
+
+def _own_record() -> Record:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "user": user,
+        "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
+        "command": " ".join(shlex.join(sys.orig_argv).split())[:300],  # on one line
+        **_machine(),
+        "started": _started(os.getpid()),
+        "token": secrets.token_hex(16),
+        "epoch": f"{0:020}",
+        "counter": f"{0:012}",  # all texts of a lease are equally long
+    }
+
+
+def _text(record: Record) -> bytes:
+    return json.dumps(record, indent=1).encode() + b"\n"
+
+
+def _read(path: Path) -> Record | None:
+    """Reads the lease; None if there is none. A file that is no lease is a record of its text."""
+    try:
+        content = path.read_bytes()  # opened anew each time: NFS then asks the server
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # deleted on another host
+            return None
+        raise
+    try:
+        record = json_text.value_of(content)
+    except ValueError:
+        record = None
+    return record if isinstance(record, dict) else {"text": content.decode(errors="replace")}
+
+
+def _is_of(found: Record, record: Record) -> bool:
+    """Whether a lease that was read is an owner's own; the counter may have moved."""
+    return all(found.get(name) == record[name] for name in ("token", "epoch"))
+
+
+def _beside(path: Path, name: str) -> Path:
+    return path.with_name(f".{path.name}.{name}")
+
+
+def _remove(path: Path, record: Record) -> bool:
+    """Deletes the lease if it is `record`; returns false if it is another one, or missing."""
+    aside = _beside(path, secrets.token_hex(8))
+    is_that = lambda found: found is not None and found.get("token") == record.get("token")
+    if not is_that(_read(path)):
+        return False
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        if not aside.exists():  # the answer of a server may have been lost
+            return False
+    was_that = is_that(_read(aside))
+    if not was_that:  # somebody was faster, in the moment after we looked
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            os.link(aside, path)
+    with contextlib.suppress(OSError):  # it is no lease any more
+        aside.unlink(missing_ok=True)
+    return was_that
+
+
+# ---- owners ----------------------------------------------------------------------------------
+
+
+def _now_s() -> float:
+    """Seconds of a clock that goes on while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _machine() -> Record:
+    """The space in which a process number means a process: two containers have two."""
+    try:
+        return {
+            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "processes": os.readlink("/proc/self/ns/pid"),
+        }
+    except OSError:  # no Linux
+        return {"boot": "", "processes": ""}
+
+
+def _is_here(record: Record) -> bool:
+    here = {"host": socket.gethostname(), **_machine()}
+    return bool(here["boot"]) and all(record.get(name) == here[name] for name in here)
+
+
+def _is_gone(record: Record) -> bool:
+    """Tells whether the owner's process has certainly ended."""
+    pid = record.get("pid")
+    if not _is_here(record) or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user, whose processes /proc may hide
+        return _started(pid) not in (record.get("started"), "")
+    return _started(pid) != record.get("started")
+
+
+def _started(pid: int) -> str:
+    """When a process started, in ticks of its machine; "" for none, or one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _who(record: Record) -> str:
+    if "token" not in record:
+        return f"somebody whose {FILE} makes no sense"
+    return "process {pid} on {host} (user {user}, since {since}): {command}".format_map(
+        {name: "?" for name in _own_record()} | record
+    )
+
+
+def _owned(path: Path, record: Record) -> LeaseError:
+    stop = "end it" if _is_here(record) else f"end it on {record.get('host', 'its host')}"
+    fix = f"wait for it, {stop}, or use another run.dir; if the folder is a copy, delete its {FILE}"
+    problem = "is in use by another process"
+    return LeaseError(str(path.parent), problem, found=_who(record), fix=fix)
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    problem, fix = "the run folder cannot be written", "make it writable, or use another run.dir"
+    if error.errno != errno.EACCES:
+        fix = "use another run.dir"
+    if folder.is_dir() and error.errno in (
+        errno.EPERM,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+        errno.EMLINK,
+    ):
+        problem = "the file system of the run folder has no hard links"
+        fix = "use a run.dir on another one: a local disk, NFS or Lustre, say"
+    path = error.filename2 or error.filename or folder
+    return ConfigError("run.dir", problem, found=f"{path}: {error.strerror}", fix=fix)

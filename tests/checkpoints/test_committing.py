@@ -1,0 +1,142 @@
+"""When a run saves, and what becomes of each save, whoever tells of it and in which order."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.commit_alarm import FIELD, CommitAlarm
+from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.retention import Retention
+from holmesjax.config import CheckpointConfig
+from holmesjax.errors import CheckpointError, Mistakes
+
+ARRAYS = {"x": {"part": "part_0", "dtype": "float32", "shape": [2]}}
+
+
+def saved_steps(config, *, step_s, num_steps=20):
+    due = Due(config, clock=lambda: now_s)
+    found = []
+    for step in range(1, num_steps + 1):
+        now_s = 1e6 + step * step_s
+        if due(step):
+            found.append(step)
+    return found
+
+
+def test_steps_say_when_and_otherwise_the_clock():
+    assert saved_steps(CheckpointConfig(every=6), step_s=1e4) == [6, 12, 18]
+    assert saved_steps(CheckpointConfig(), step_s=100.0) == [7, 13, 19]  # 600 s after the first
+    assert saved_steps(CheckpointConfig(every_minutes=0.5), step_s=10.0) == [4, 7, 10, 13, 16, 19]
+    assert saved_steps(CheckpointConfig(every_minutes=1), step_s=90.0) == list(range(2, 21))
+    assert saved_steps(CheckpointConfig(), step_s=0.1) == []
+
+
+def test_steps_and_the_clock_together_are_refused():
+    with pytest.raises(Mistakes, match=r"checkpoint.every_minutes.*checkpoint.every = 5"):
+        CheckpointConfig(every=5, every_minutes=5.0)
+
+
+@pytest.mark.parametrize("config", [{"every": 10}, {"every_minutes": 1.0}])
+def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(config):
+    """Steps take 6 s, so that ten are an interval either way; a long start is none."""
+    now_s, lines, found = 0.0, [], {}
+    told = {10: ["a"], 20: []}
+    config = CheckpointConfig(**config)
+    alarm = CommitAlarm(config, 0, ["a", "b"], lambda: now_s)
+    alarm.attach(lambda: told, lines.append)
+    now_s = 1e6
+    for step in range(1, 61):
+        found[step] = alarm.step(step)
+        now_s += 6.0
+        if step == 55:
+            alarm.committed(50)
+    first = min(step for step, own in found.items() if own)
+    assert first in (31, 32)  # the time counts from the first step
+    assert found[first] == {FIELD: first}
+    assert [step for step, own in found.items() if own] == list(range(first, 56))
+    begun, again, third, over = lines
+    assert "the last checkpoint: none in this run; outstanding: " in begun
+    assert "the save after step 10 waits for b; the save after step 20 waits for a, b" in begun
+    assert (f"step {first} is done" in begun, f"step {first + 10} is done" in again) == (True,) * 2
+    assert f"step {first + 20} is done" in third
+    assert "after step 50: the alarm is over" in over
+
+
+class Recording:
+    """Saves of two stages, whose folders are there, and what comes of them."""
+
+    def __init__(self, run_dir):
+        self.committed, self.lines, self.full = [], [], False
+        keeps = Retention(run_dir, CheckpointConfig(), Path.rename, self.lines.append)
+        self.saves = Saves(run_dir, 2, self.commit, keeps, self.lines.append)
+
+    def commit(self, step, arrays, files):
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.committed.append((step, sorted(arrays), sorted(files)))
+
+    def tell(self, step, *words):
+        for word in words:
+            if word == "fails":
+                self.saves.failed(step, "no room")
+            else:
+                self.saves.saved(step, {word: ARRAYS["x"]}, {f"{word}.bin": "sha"})
+
+
+def test_a_checkpoint_is_committed_when_all_have_told(tmp_path):
+    run = Recording(tmp_path)
+    run.tell(1, "a")
+    run.tell(2, "a")  # one stage may be a step ahead
+    assert run.committed == []
+    run.tell(1, "b")
+    run.tell(2, "b")
+    both = ["a", "b"], ["a.bin", "b.bin"]
+    assert run.committed == [(1, *both), (2, *both)]
+    run.saves.check(at_end=True)
+
+
+@pytest.mark.parametrize("words", set(itertools.permutations(["a", "fails"])) | {("fails",) * 2})
+def test_one_part_that_fails_is_told_at_once_and_once(tmp_path, words):
+    run = Recording(tmp_path)
+    folder = manifest.begin(tmp_path, 5)
+    for i, word in enumerate(words):
+        run.tell(5, word)
+        assert len(run.lines) == ("fails" in words[: i + 1])
+        assert folder.exists() == (i == 0)  # whoever still writes finds it
+    assert "after step 5" in run.lines[0]
+    assert "no room" in run.lines[0]
+    assert "\n" not in run.lines[0]
+    run.saves.check()
+    with pytest.raises(CheckpointError, match="no room"):
+        run.saves.check(at_end=True)
+    run.tell(6, "a", "b")
+    assert [step for step, *_ in run.committed] == [6]
+    run.saves.check(at_end=True)
+    run.tell(7, "a", "fails")
+    run.saves.check()
+    run.tell(8, "fails")  # two in a row: whatever the other stage may say
+    with pytest.raises(CheckpointError, match="could not be written"):
+        run.saves.check()
+
+
+def test_one_of_several_processes_of_a_stage_says_so_before_its_leader_does(tmp_path):
+    run = Recording(tmp_path)
+    run.saves.failed(5, "no room", counts=False)
+    assert len(run.lines) == 1
+    run.tell(5, "a", "b")
+    run.saves.failed(5, "no room", counts=False)  # nor does another one that is late count again
+    assert len(run.lines) == 1
+    assert run.committed == []
+    run.saves.check()
+
+
+def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(tmp_path):
+    run = Recording(tmp_path)
+    run.full = True
+    run.tell(5, "a", "b")
+    assert "No space left on device" in run.lines[0]
+    run.full = False
+    run.tell(6, "a", "b")
+    run.saves.check(at_end=True)

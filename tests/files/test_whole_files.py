@@ -1,0 +1,44 @@
+"""A file has its old content or the new one, whatever ends the process that writes it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holmesjax.files.whole_files import write_whole
+
+KILLED_BEFORE = """
+import os, signal, sys
+from pathlib import Path
+from holmesjax import whole_files
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+owner, name = {"fsync": (whole_files.os, "fsync"), "replace": (Path, "replace")}[sys.argv[1]]
+setattr(owner, name, die)
+whole_files.write_whole(Path(sys.argv[2]), "new")
+"""
+
+
+def test_the_file_has_the_new_content(tmp_path):
+    path = tmp_path / "a.json"
+    write_whole(path, "größer\n")
+    assert path.read_bytes() == "größer\n".encode()
+    write_whole(path, b"\xff")
+    assert path.read_bytes() == b"\xff"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_process_that_is_killed_leaves_the_old_content(tmp_path, call):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    root = Path(__file__).parent.parent
+    words = [sys.executable, "-c", KILLED_BEFORE, call, str(path)]
+    env = os.environ | {"PYTHONPATH": str(root)}
+    assert subprocess.run(words, env=env, timeout=60).returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
