@@ -130,7 +130,7 @@ def compile_here(number: int) -> None:
     model, plan = case.model, memory_compiled.plan_of(case.like)
     devices = described_devices(memory_compiled.NUM_STAGES * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4)
-    stage = Chunk(
+    chunk = Chunk(
         model=model,
         plan=plan,
         index=0,
@@ -141,7 +141,7 @@ def compile_here(number: int) -> None:
         mask_documents=False,
         kernels=KernelsConfig(attention="pallas"),
     )
-    [programs] = compile_chunks([stage])
+    [programs] = compile_chunks([chunk])
     texts = [program.as_text() for program in programs.table.values()]
     products = sum(map(products_in, texts), Counter())
     own = {name: products.pop(pair, 0) for name, pair in PAIRS.items()}

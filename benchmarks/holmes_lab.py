@@ -66,8 +66,8 @@ from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.job import Job
 from holmesjax.lab.shell import Commands
+from holmesjax.process_variables import allocator_for
 from holmesjax.report import metrics
-from holmesjax.transport.buffers import allocator_for
 from launch.lab_machine import namespaces
 from launch.supervisor import Supervisor
 

@@ -51,9 +51,9 @@ from holmesjax import config as configs
 from holmesjax.config import CHECKOUT, Schedule
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.plan.plan import Plan
+from holmesjax.process_variables import allocator_for
 from holmesjax.topology import calibration, loading, machines, saving
 from holmesjax.topology.machines import Topology
-from holmesjax.transport.buffers import allocator_for
 from launch.lab_machine import namespaces
 from launch.verbs import probe
 

@@ -27,9 +27,9 @@ from holmesjax.job import Job
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.scaled_topology import Lab
 from holmesjax.planner.planner import make_plan
+from holmesjax.process_variables import ALLOCATOR
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
-from holmesjax.transport.buffers import ALLOCATOR
 
 System = Literal["HolmesJAX", "JAX", "PyTorch"]
 Network = Literal["fast", "ethernet", "hybrid"]

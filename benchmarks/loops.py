@@ -118,7 +118,7 @@ def make_plan(sizes: Sizes) -> Plan:
 def holmesjax(sizes: Sizes) -> Step:
     """A step as the trainer takes it: batch from the host, programs, transport and timeline."""
     plan = make_plan(sizes)
-    stages = [
+    chunks = [
         Chunk(
             model=sizes.model,
             plan=plan,
@@ -132,8 +132,8 @@ def holmesjax(sizes: Sizes) -> Step:
         )
         for index, mesh in enumerate(build_meshes(plan, jax.devices()))
     ]
-    runner = make_runner(plan, stages)
-    states, batch, clock = runner.init(SEED), inputs(sizes), Clock(len(stages))
+    runner = make_runner(plan, chunks)
+    states, batch, clock = runner.init(SEED), inputs(sizes), Clock(len(chunks))
 
     def step() -> Any:
         nonlocal states

@@ -177,13 +177,13 @@ def temporary_bytes(program: Any) -> int:
 
 def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
     """Bytes on a device at each moment of a step, but for buffers of boundaries."""
-    stage = programs.stage
-    state = bytes_on_a_device(stage.state_shapes)
-    replicas = bytes_on_a_device(replica_shapes(stage))
-    gradients = bytes_on_a_device(gradient_shapes(stage))
-    x_BLD = None if stage.is_first else boundary_shape(stage)
-    run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
-    *_, saved = jax.eval_shape(run, replica_shapes(stage), x_BLD, batch_shapes(stage))
+    chunk = programs.chunk
+    state = bytes_on_a_device(chunk.state_shapes)
+    replicas = bytes_on_a_device(replica_shapes(chunk))
+    gradients = bytes_on_a_device(gradient_shapes(chunk))
+    x_BLD = None if chunk.is_first else boundary_shape(chunk)
+    run = functools.partial(microbatch.forward, chunk, chunk.state_shapes.fixed)
+    *_, saved = jax.eval_shape(run, replica_shapes(chunk), x_BLD, batch_shapes(chunk))
     table = programs.table
     forward, backward = (table[ProgramKey(name, False)] for name in ("forward", "backward"))
     where = forward.output_shardings[-1].arrays
@@ -209,7 +209,7 @@ def compile_here(number: int) -> None:
     devices = described_devices(NUM_STAGES * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4, moments=case.moments)
     for index, mesh in enumerate(build_meshes(plan, devices)):
-        stage = Chunk(
+        chunk = Chunk(
             model=model,
             plan=plan,
             index=index,
@@ -222,7 +222,7 @@ def compile_here(number: int) -> None:
         )
         shape = shape_of(case, index)
         items = memory.stage_memory_bytes(model, shape)
-        found = moments_of(compile_chunks([stage])[0], NUM_STAGES - index)
+        found = moments_of(compile_chunks([chunk])[0], NUM_STAGES - index)
         moment = max(found, key=lambda name: found[name])
         compiled, predicted = found[moment] + items["boundaries"], sum(items.values())
         line = {

@@ -97,7 +97,7 @@ def pure(run_dir: str, stage: int, rounds: int) -> dict[str, list[float]]:
     mesh = build_mesh(job.plan.stages[stage], {device: jax.devices()[0]})
     programs = compile_chunks([make_chunks(job, {stage: mesh})[0]])[0]
     found: dict[str, list[float]] = {}
-    state = programs.stage.init(0)
+    state = programs.chunk.init(0)
     print("ready", flush=True)
     sys.stdin.readline()
     for _ in range(rounds):
@@ -107,12 +107,12 @@ def pure(run_dir: str, stage: int, rounds: int) -> dict[str, list[float]]:
 
 def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -> Any:
     """A step of two microbatches, which runs every program once."""
-    stage = programs.stage
+    chunk = programs.chunk
     full = lambda s: jax.device_put(jax.numpy.ones(s.shape, s.dtype), s.sharding)
-    batch = {name: full(shape) for name, shape in batch_shapes(stage).items()}
-    x_BLD = None if stage.is_first else full(boundary_shape(stage))
+    batch = {name: full(shape) for name, shape in batch_shapes(chunk).items()}
+    x_BLD = None if chunk.is_first else full(boundary_shape(chunk))
     scalar = jax.device_put(jax.numpy.float32(1 / 16), jax.devices()[0])
-    dy = scalar if stage.is_last else full(boundary_shape(stage))
+    dy = scalar if chunk.is_last else full(boundary_shape(chunk))
     gradients = programs["zero_gradients"]()
     # A stage of one device has a single program of each function: it sends nothing.
 
@@ -128,7 +128,7 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
         *_, saved = timed("forward", programs["forward"], fixed, replicas, x_BLD, batch)
         args = fixed, replicas, saved, gradients, dy, None
         gradients, _ = timed("backward", programs["backward"], *args)
-    totals = timed("square_norm", programs["square_norm"], gradients, {}, None)
+    totals = timed("chunk_totals", programs["chunk_totals"], gradients, {}, None)
     return timed("update", programs["update"], state, gradients, totals, {})[0]
 
 
@@ -187,7 +187,7 @@ def ideal_step_s(job: Job, times: Sequence[Mapping[str, list[float]]]) -> float:
         [m["backward"] for m in median],
         [(0.0, 0.0)],
     )
-    extra = lambda m: m["gather"] + m["square_norm"] + m["update"]
+    extra = lambda m: m["gather"] + m["chunk_totals"] + m["update"]
     return simulation.step_time_s + max(map(extra, median))
 
 

@@ -17,15 +17,15 @@ from launch.__main__ import main
 _compile_overlapped = compilation.compile_chunk
 
 
-def compile_chunk(stage: Chunk, compiler: Compiler) -> Programs:
-    made = _compile_overlapped(stage, compiler)
-    if stage.num_replicas == 1:  # it sends nothing
+def compile_chunk(chunk: Chunk, compiler: Compiler) -> Programs:
+    made = _compile_overlapped(chunk, compiler)
+    if chunk.num_replicas == 1:  # it sends nothing
         return made
     forward, backward = (made.table[ProgramKey(name, False)] for name in ("forward", "backward"))
-    masters, replicas = stage.state_shapes.params, program_shapes.replica_shapes(stage)
-    gather = compilation._submit(compiler, stage.gather, masters, out=replicas).result()
-    gradients = program_shapes.gradient_shapes(stage)
-    reduce = compilation._submit(compiler, stage.reduce, gradients, out=masters).result()
+    masters, replicas = chunk.state_shapes.params, program_shapes.replica_shapes(chunk)
+    gather = compilation._submit(compiler, chunk.gather, masters, out=replicas).result()
+    gradients = program_shapes.gradient_shapes(chunk)
+    reduce = compilation._submit(compiler, chunk.reduce, gradients, out=masters).result()
     alone = ("gather", "reduce")
     table = {key: program for key, program in made.table.items() if key.function not in alone}
     table[ProgramKey("forward", True)] = partial(_gather_and_forward, gather, forward)

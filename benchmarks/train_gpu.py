@@ -179,12 +179,12 @@ def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
     job = make_job(config, kind)
     program_cache.use(AUTO, os.environ, print)  # a second try does not compile again
     meshes = build_meshes(job.plan, jax.devices()[:1])
-    stages = make_chunks(job, dict(enumerate(meshes)))
-    runner = make_runner(job.plan, stages)
+    chunks = make_chunks(job, dict(enumerate(meshes)))
+    runner = make_runner(job.plan, chunks)
     states = runner.init(config.train.seed)
     recompute = job.plan.activation_checkpointing
     how = [f"{job.plan.microbatches} microbatches", f"activation checkpointing {recompute}"]
-    lines = (*attention_lines(stages), *optimizer_lines(stages))
+    lines = (*attention_lines(chunks), *optimizer_lines(chunks))
     how += (" ".join(line.split()) for line in lines)
     yield {"how": ", ".join(how)}
     with Clock(1) as clock:

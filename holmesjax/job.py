@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from holmesjax import config as configs, hub_names, units, xla_flags
+from holmesjax import config as configs, hub_names, process_variables, units, xla_flags
 from holmesjax.config import BYTES, Config, update_rules
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
@@ -25,19 +25,18 @@ from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
 from holmesjax.files import yaml_files
 from holmesjax.files.whole_files import write_whole
-from holmesjax.hosts import computing, hardware
+from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.optimizers import groups
 from holmesjax.plan import mfu, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Plan
+from holmesjax.planner.refusals import refuse_empty_groups
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
 from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
-from holmesjax.transport import buffers
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
@@ -136,7 +135,7 @@ class Job:
           own: the user's environment.
           pool: of each process, if several share a GPU. None: `own` says it.
         """
-        allocator = buffers.allocator_for(self.device_kinds, own)
+        allocator = process_variables.allocator_for(self.device_kinds, own)
         return {**self.environment(own), **allocator, **(pool.variables if pool else {})}
 
     def node_to_measure(self, asked: str | None) -> Node:
@@ -463,7 +462,7 @@ def load(
         overrides = _of_folder(target, overrides)
         target = target / CONFIG
     config = configs.load(target, overrides, SETTINGS_OF)
-    groups.refuse_useless(config)
+    refuse_empty_groups(config)
     topology_path = configs.topology_path(config, target)
     topology = loading.load(topology_path)
     if what_if:
@@ -511,7 +510,7 @@ def _refuse_absent_devices(config: Config, topology: Topology) -> None:
     is_for_cpus = config.run.rehearse or CPU in topology.device_kinds
     if is_for_cpus or topology.num_devices == 1 or "jax" in sys.modules:
         return
-    if not hardware.may_have_accelerators():
+    if not process_variables.may_have_accelerators():
         kinds = ", ".join(sorted(topology.device_kinds))
         raise PlanError(
             "devices",

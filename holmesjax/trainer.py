@@ -19,10 +19,11 @@ from jax.sharding import Mesh
 
 from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
-from holmesjax.checkpoints import manifest, restoring, resume, second_reading, writing
+from holmesjax.checkpoints import committing, manifest, restoring, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.data import cluster_paths
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
@@ -111,8 +112,8 @@ class Trainer:
         self._callbacks = Callbacks(self, callbacks)
         self._going: Generator[Record | None] | None = None  # the run, while it goes on
         self._is_stepwise = False  # whether somebody asks for each step
-        self._session: TrainingLoop | None = None  # while there are arrays
-        self._stages: Sequence[Chunk] = ()  # of the session
+        self._loop: TrainingLoop | None = None  # while there are arrays
+        self._chunks: Sequence[Chunk] = ()  # of the loop
         metrics.check_installed(self.job.config.log)
 
     @property
@@ -143,10 +144,10 @@ class Trainer:
 
         Raises HolmesError where there are none: before the start, or after `close`.
         """
-        return stage_arrays.of(self._stages, self._session_now().states)
+        return stage_arrays.of(self._chunks, self._loop_now().states)
 
-    def _session_now(self) -> TrainingLoop:
-        if self._session is None:
+    def _loop_now(self) -> TrainingLoop:
+        if self._loop is None:
             raise HolmesError(
                 "Trainer",
                 "has no arrays now",
@@ -154,7 +155,7 @@ class Trainer:
                 fix="call start() before, or use it in a with statement; a run whose steps are all "
                 "done starts again with more train.steps",
             )
-        return self._session
+        return self._loop
 
     @property
     def params(self) -> Tree:
@@ -217,14 +218,14 @@ class Trainer:
         From a loop of one's own it is of the last step, and taken as the next one begins. Before
         the first step, and from `before_step` of a callback, it is of the step that comes.
         """
-        self._session_now().save()
+        self._loop_now().save()
 
     def close(self) -> None:
         """Ends a run that goes on as `stop` does, with a checkpoint, and gives its arrays up."""
         if self._going:
             self.stop()
             self.run()
-        self._session, self._stages = None, ()
+        self._loop, self._chunks = None, ()
 
     def train(self) -> list[dict[str, Any]]:
         """Trains as `run` does. Returns the records of all steps of the run."""
@@ -257,7 +258,7 @@ class Trainer:
 
     def _abandon(self) -> None:
         """Ends a run that has failed, or whose loop has: without a checkpoint."""
-        going, self._going, self._session, self._stages = self._going, None, None, ()
+        going, self._going, self._loop, self._chunks = self._going, None, None, ()
         if going:
             going.close()
 
@@ -319,17 +320,17 @@ class Trainer:
             return
         for line in start.describe():
             self._print(line)
-        self._session = None  # the arrays of an attempt before this
-        stages = self._make_chunks()
+        self._loop = None  # the arrays of an attempt before this
+        chunks = self._make_chunks()
         progress = Progress(config.distributed)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             stack.callback(setattr, self, "progress", None)
             reading = pool.submit(self._read_batches)
             compiles_s = time.perf_counter()
-            runner = self._make_runner(stages)
+            runner = self._make_runner(chunks)
             compile_s = time.perf_counter() - compiles_s
             states = (
-                restoring.restore(start.checkpoint, stages)
+                restoring.restore(start.checkpoint, chunks)
                 if start.checkpoint
                 else runner.init(config.train.seed)
             )
@@ -361,30 +362,30 @@ class Trainer:
                 self._callbacks.on_saves()
                 return self._stopping
 
-            session = TrainingLoop(
+            loop = TrainingLoop(
                 config=config,
                 runner=runner,
                 batches=batches,
                 clock=stack.enter_context(Clock(len(plan.stages))),
                 writer=stack.enter_context(
-                    writing.Writer(self.run_dir, stages, saves.saved, saves.failed, lease.check)
+                    writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check)
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,
-                is_saving=Due(config.checkpoint, begun=saves.begun),
+                is_saving=SaveSchedule(config.checkpoint, begun=saves.begun),
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
-                memory=PeakMemory(devices_of(stages)),
+                memory=PeakMemory(devices_of(chunks)),
                 skipped=start.skipped,
                 compile_s=compile_s,
                 callbacks=self._callbacks,
                 tells_at_once=lambda: self._is_stepwise,
             )
-            session.states, self._session, self._stages = states, session, stages
+            loop.states, self._loop, self._chunks = states, loop, chunks
             del states  # a step takes their memory
             self.progress = progress
             yield None
-            for number in session.steps(done, start.sequences):
+            for number in loop.steps(done, start.sequences):
                 done = number
                 yield dict(recorder.last)
         saves.check(at_end=True)
@@ -419,7 +420,7 @@ class Trainer:
         config = self.job.config.checkpoint
         retention = Retention(self.run_dir, config, lease.move, say, lease.check)
         retention.after_start()
-        commit = functools.partial(start.commit, data=data, owner=lease)
+        commit = functools.partial(committing.commit, start, data=data, owner=lease)
 
         def committed(step: int) -> None:
             alarm.committed(step)
@@ -429,10 +430,10 @@ class Trainer:
         alarm.attach(saves.outstanding, say)
         return saves
 
-    def _make_runner(self, stages: Sequence[Chunk]) -> Pipeline | WholeStep:
+    def _make_runner(self, chunks: Sequence[Chunk]) -> Pipeline | WholeStep:
         train = self.job.config.train
         sorts = {"evaluates": train.eval_every > 0, "ramps": bool(train.rampup)}
-        return make_runner(self.job.plan, stages, **sorts)
+        return make_runner(self.job.plan, chunks, **sorts)
 
     def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""
@@ -444,9 +445,9 @@ class Trainer:
         unproven = find_unproven(self.job, numbers, nics.discover, os.environ, self._print)
         meshes = build_meshes(plan, jax.devices())
         program_cache.use(config.compilation_cache, os.environ, self._print)
-        stages = make_chunks(self.job, dict(enumerate(meshes)), unproven)
-        self._print(*attention_lines(stages), *optimizer_lines(stages))
-        return stages
+        chunks = make_chunks(self.job, dict(enumerate(meshes)), unproven)
+        self._print(*attention_lines(chunks), *optimizer_lines(chunks))
+        return chunks
 
     def _print(self, *lines: str) -> None:
         for line in lines:

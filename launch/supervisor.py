@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax.checkpoints import committed, manifest, resume, second_reading
+from holmesjax.checkpoints import committed, committing, manifest, resume, second_reading
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
@@ -352,7 +353,9 @@ class Supervisor:
                 resume=start.step,
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
-                is_saving=Due(config.checkpoint, begun=lambda step: self._saves.begun(step)),
+                is_saving=SaveSchedule(
+                    config.checkpoint, begun=lambda step: self._saves.begun(step)
+                ),
                 progress=progress,
                 allow=computing.permitted(job.run_dir, self._unlike),
             ) as controller,
@@ -374,7 +377,7 @@ class Supervisor:
                     controller,
                     run_dir=job.run_dir,
                     key_file=key_file,
-                    variables={**variables, "HOLMES_EPOCH": str(self._lease.epoch)},
+                    variables=variables,
                     restart=restart,
                 )
                 watched.enter_context(self._loop_watch)
@@ -446,7 +449,7 @@ class Supervisor:
         """Takes events until all processes have ended; returns the number of steps done."""
         job, say = self._job, recorder.console.print
         data: dict[str, str] = {}  # filled before there is anything to commit
-        commit = functools.partial(self._resumed.commit, data=data, owner=self._lease)
+        commit = functools.partial(committing.commit, self._resumed, data=data, owner=self._lease)
         retention, count = self._keeps(say), len(job.plan.stages)
         self._saves = Saves(job.run_dir, count, commit, retention, say, alarm.committed)
         alarm.attach(self._saves.outstanding, say)
@@ -564,7 +567,7 @@ class Supervisor:
             print("".join(f"{line}\n" for line in lines), end="", flush=True)
             attempt.data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
-            attempt.controller.broadcast(Go())
+            attempt.controller.broadcast(Go(epoch=self._lease.epoch))
 
     def _events(self, attempt: _Attempt, for_s: float) -> Iterator[ProcessEvent]:
         """Yields the events of the next seconds; output goes to the logs alone."""

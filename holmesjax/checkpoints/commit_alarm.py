@@ -1,7 +1,7 @@
 """An alarm for a run whose steps go on while no checkpoint is committed. No JAX.
 
-Each save that fails is told by itself (`committing`). But one of which nothing more is heard, or that is
-never begun, would be missed until the run is needed from its last checkpoint.
+Each save that fails is told by itself (`committing`). But one of which nothing more is heard, or
+that is never begun, would be missed until the run is needed from its last checkpoint.
 """
 
 import itertools

@@ -1,56 +1,20 @@
-"""When a run writes checkpoints, and what becomes of each of them. No JAX.
+"""Commits checkpoints that are whole, and gives up those that cannot be written. No JAX.
 
 One place decides for all processes of a run and hears of them all: the launcher, or the process
 itself where it is the only one.
 """
 
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, skipped_data
+from holmesjax.checkpoints.resume import Start, settings
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.config import CheckpointConfig
-from holmesjax.errors import CheckpointError
-
-
-class Due:
-    """Whether to save after a step: after so many steps, or so many minutes after the last time.
-
-    The minutes count from the first step that is asked about. `begun` is told of each step after
-    which a checkpoint is written, in the thread that asks.
-    """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        clock: Callable[[], float] = time.monotonic,
-        begun: Callable[[int], object] = lambda step: None,
-    ):
-        self._begun = begun
-        self._every, self._interval_s = config.every, 60 * config.minutes
-        self._clock = clock
-        self._last_s: float | None = None
-
-    def __call__(self, step: int) -> bool:
-        """To be asked once after each step."""
-        is_due = self._is_due(step)
-        if is_due:
-            self._begun(step)
-        return is_due
-
-    def _is_due(self, step: int) -> bool:
-        if self._every is not None:
-            return step % self._every == 0
-        now_s = self._clock()
-        if self._last_s is None:
-            self._last_s = now_s
-        if now_s - self._last_s < self._interval_s:
-            return False
-        self._last_s = now_s
-        return True
+from holmesjax.errors import PeerError
+from holmesjax.liveness.lease import Lease
 
 
 @dataclass
@@ -130,10 +94,10 @@ class Saves:
             self._count(step, self._told.setdefault(step, _Told()), teller)
 
     def check(self, *, at_end: bool = False) -> None:
-        """Raises CheckpointError after two failures in a row; at the end also after one."""
+        """Raises PeerError after two failures in a row; at the end also after one."""
         if len(self._failures) < (1 if at_end else 2):
             return
-        raise CheckpointError(
+        raise PeerError(  # a disk may have room again
             str(self._run_dir / manifest.FOLDER),
             "a checkpoint could not be written",
             found=self._failures[-1],
@@ -156,3 +120,40 @@ class Saves:
             self._failures.clear()
             self._committed(step)
             self._retention.after_commit(step)
+
+
+def commit(
+    start: Start,
+    step: int,
+    arrays: dict[str, dict[str, Any]],
+    files: manifest.Files,
+    *,
+    data: Mapping[str, str],
+    owner: Lease | None = None,
+) -> None:
+    """Makes a checkpoint of the parts that all stages have written after a step.
+
+    Args:
+      start: of the session that trains.
+      step: optimizer steps done.
+      arrays, files, data: for `manifest.commit`.
+      owner: of the run; the commit is taken back where the run turns out to be another's.
+    """
+    job = start.job
+    after = job.config.train.sequences_after
+    left_out = skipped_data.sequences(start.skipped, start.step, step)
+    write = functools.partial(
+        manifest.commit,
+        job.run_dir,
+        step,
+        sequences=start.sequences + after(step) - after(start.step) + left_out,
+        settings=settings(job),
+        data=data,
+        plan_hash=job.plan.hash(),
+        arrays=arrays,
+        files=files,
+    )
+    if owner is None:
+        write()
+    else:
+        owner.act(write, lambda: manifest.withdraw(job.run_dir, step))

@@ -45,7 +45,7 @@ def flatten(state: Any) -> Arrays:
     return {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def restore(checkpoint: Checkpoint, stages: Sequence[Chunk]) -> list[ChunkState]:
+def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]:
     """Returns the states of all stages, whichever plan wrote them. Call `manifest.verify` first.
 
     A state in other dtypes, or of another format, is read as it was written, and then converted to
@@ -55,17 +55,17 @@ def restore(checkpoint: Checkpoint, stages: Sequence[Chunk]) -> list[ChunkState]
       CheckpointError: the checkpoint has other arrays than the model; nothing is read.
       DamagedError: an array cannot be read, or is not what was written.
     """
-    model, settings = stages[0].model, checkpoint.settings["optimizer"]
-    optimizer = stages[0].optimizer.as_written(settings)
+    model, settings = chunks[0].model, checkpoint.settings["optimizer"]
+    optimizer = chunks[0].optimizer.as_written(settings)
     params, fixed = _param_shapes(model, _written(checkpoint))
     wide = jax.tree.map(lambda x: x.update(dtype="float32"), params)
     opt_state = jax.eval_shape(optimizer.init, wide) if _has_optimizer(checkpoint) else {}
-    is_averaged = stages[0].ema_decay is not None and has_average(checkpoint)
+    is_averaged = chunks[0].ema_decay is not None and has_average(checkpoint)
     average = _average_shapes(wide) if is_averaged else None
-    remembered = stages[0].spike_rule if _remembers(checkpoint, stages[0]) else None
+    remembered = chunks[0].spike_rule if _remembers(checkpoint, chunks[0]) else None
     recent = remembered and jax.eval_shape(lambda: spikes.none_yet(remembered.window))
     _check_arrays(checkpoint, ChunkState(params, opt_state, fixed, average, recent))
-    return [_restore_state(checkpoint, stage) for stage in stages]
+    return [_restore_state(checkpoint, chunk) for chunk in chunks]
 
 
 def _has_optimizer(checkpoint: Checkpoint) -> bool:
@@ -78,10 +78,10 @@ def has_average(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("average.") for key in checkpoint.manifest["arrays"])
 
 
-def _remembers(checkpoint: Checkpoint, stage: Chunk) -> bool:
+def _remembers(checkpoint: Checkpoint, chunk: Chunk) -> bool:
     """Whether it has as many recent steps as the stage's rule for spikes remembers."""
     saved = checkpoint.manifest["arrays"].get("recent.losses")
-    rule = stage.spike_rule
+    rule = chunk.spike_rule
     return saved is not None and rule is not None and saved["shape"] == [rule.window]
 
 
@@ -89,30 +89,30 @@ def _average_shapes(params: Any) -> Average:
     return Average(jax.ShapeDtypeStruct((), "int32"), params)
 
 
-def _restore_state(checkpoint: Checkpoint, stage: Chunk) -> ChunkState:
-    written = stage.optimizer.as_written(checkpoint.settings["optimizer"])
+def _restore_state(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
+    written = chunk.optimizer.as_written(checkpoint.settings["optimizer"])
     dtypes = _written(checkpoint)
     writer = dataclasses.replace(
-        stage,
+        chunk,
         optimizer=written,
         param_dtype=dtypes.trained,
         compute_dtype=dtypes.untrained,
-        ema_decay=stage.ema_decay if has_average(checkpoint) else None,
-        spike_rule=stage.spike_rule if _remembers(checkpoint, stage) else None,
+        ema_decay=chunk.ema_decay if has_average(checkpoint) else None,
+        spike_rule=chunk.spike_rule if _remembers(checkpoint, chunk) else None,
     )
-    shapes, own = writer.state_shapes, stage.state_shapes
+    shapes, own = writer.state_shapes, chunk.state_shapes
     if not _has_optimizer(checkpoint):
         found = _restore_tree(checkpoint, {"params": shapes.params, "fixed": shapes.fixed})
         params, fixed = _cast(found["params"], own.params), _cast(found["fixed"], own.fixed)
-        begun = stage.init_optimizer(params), fixed, stage.init_average(params)
-        return ChunkState(params, *begun, stage.init_recent())
+        begun = chunk.init_optimizer(params), fixed, chunk.init_average(params)
+        return ChunkState(params, *begun, chunk.init_recent())
     state: ChunkState = _restore_tree(checkpoint, shapes)
     params, fixed = _cast(state.params, own.params), _cast(state.fixed, own.fixed)
-    opt_state, average = state.opt_state, state.average or stage.init_average(params)
-    if written != stage.optimizer:
+    opt_state, average = state.opt_state, state.average or chunk.init_average(params)
+    if written != chunk.optimizer:
         shardings = jax.tree.map(lambda x: x.sharding, own.opt_state)
-        opt_state = jax.jit(stage.optimizer.adopt, out_shardings=shardings)(opt_state)
-    recent = state.recent or stage.init_recent()
+        opt_state = jax.jit(chunk.optimizer.adopt, out_shardings=shardings)(opt_state)
+    recent = state.recent or chunk.init_recent()
     return ChunkState(params, opt_state, fixed, average, recent)
 
 

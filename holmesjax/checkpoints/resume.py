@@ -24,7 +24,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
-from holmesjax.files import json_text, schema
+from holmesjax.files import json_text, regular_files, schema
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
@@ -224,41 +224,6 @@ class Start:
             raise LostDataError.of(error) from None  # a file may be cut for a moment
         return [f"  {change}"]
 
-    def commit(
-        self,
-        step: int,
-        arrays: dict[str, dict[str, Any]],
-        files: manifest.Files,
-        *,
-        data: Mapping[str, str],
-        owner: Lease | None = None,
-    ) -> None:
-        """Makes a checkpoint of the parts that all stages have written after a step.
-
-        Args:
-          step: optimizer steps done.
-          arrays, files, data: for `manifest.commit`.
-          owner: of the run; the commit is taken back where the run turns out to be another's.
-        """
-        config = self.job.config
-        after = config.train.sequences_after
-        left_out = skipped_data.sequences(self.skipped, self.step, step)
-        commit = functools.partial(
-            manifest.commit,
-            self.job.run_dir,
-            step,
-            sequences=self.sequences + after(step) - after(self.step) + left_out,
-            settings=settings(self.job),
-            data=data,
-            plan_hash=self.job.plan.hash(),
-            arrays=arrays,
-            files=files,
-        )
-        if owner is None:
-            commit()
-        else:
-            owner.act(commit, lambda: manifest.withdraw(self.job.run_dir, step))
-
 
 def find(
     job: Job,
@@ -314,7 +279,7 @@ def find(
                 found=", ".join(map(str, never)),
                 fix=f"use the {what}'s own settings, or another run.dir",
             )
-    _refuse_useless(start)
+    _refuse_useless_permissions(start)
     check()
     # Before the first step nothing has been done that another setting would have done otherwise.
     start.permit([change for change in changes if change.name in allowable and start.step])
@@ -348,7 +313,7 @@ def roll_back(
     )
 
 
-def _refuse_useless(start: Start) -> None:
+def _refuse_useless_permissions(start: Start) -> None:
     """Raises ConfigError where `allow` names what has not changed, or may change without it."""
     useful = {change.name for change in start.changes} & set(_allowable(start.job))
     used = {entry.name for entry in _allowed(start.job.run_dir)}  # by a start before this one
@@ -459,7 +424,7 @@ def _allowable(job: Job) -> tuple[str, ...]:
 def _allowed(run_dir: Path) -> list[_Allowed]:
     path = run_dir / ALLOWED
     try:
-        allowed = [_Allowed(**entry) for entry in json_text.value_of(path.read_text())]
+        allowed = [_Allowed(**entry) for entry in json_text.value_of(regular_files.read_text(path))]
         if all(isinstance(a.step, int) and isinstance(a.name, str) for a in allowed):
             return allowed
         raise ValueError("a step that is no number, or a name that is no text")

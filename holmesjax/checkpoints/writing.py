@@ -23,10 +23,10 @@ from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
 TIMEOUT_S = 1200  # of a save
 
 
-def owned(stage: Chunk, state: ChunkState) -> Arrays:
+def owned(chunk: Chunk, state: ChunkState) -> Arrays:
     """The arrays that a stage saves: all but a borrowed token table."""
     arrays = flatten(state)
-    if stage.borrows_table:
+    if chunk.borrows_table:
         arrays = {key: x for key, x in arrays.items() if f".{EMBED}." not in key}
     return arrays
 
@@ -119,7 +119,7 @@ class Writer:
 
     Args:
       run_dir: the run folder.
-      stages: those of this process.
+      chunks: those of this process.
       saved: told of parts that are written.
       failed: told why they cannot be written.
       check: called before anything is written; raises where another job owns the run by now.
@@ -128,18 +128,18 @@ class Writer:
     def __init__(
         self,
         run_dir: str | Path,
-        stages: Sequence[Chunk],
+        chunks: Sequence[Chunk],
         saved: OnSaved,
         failed: OnFailed,
         check: Callable[[], None] = lambda: None,
     ):
         self._check = check
-        self._run_dir, self._stages = Path(run_dir), stages
+        self._run_dir, self._chunks = Path(run_dir), chunks
         self._saved, self._failed = saved, failed
         self._gate = domain.gate("checkpoints")
         options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
         self._checkpointers = [
-            ocp.AsyncCheckpointer(_handler(), async_options=options) for _ in stages
+            ocp.AsyncCheckpointer(_handler(), async_options=options) for _ in chunks
         ]
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
@@ -174,10 +174,10 @@ class Writer:
                 self._gate(key="begun", timeout_ms=1000 * TIMEOUT_S)
         if self._is_failing:
             return
-        for stage, state, checkpointer in zip(
-            self._stages, states, self._checkpointers, strict=True
+        for chunk, state, checkpointer in zip(
+            self._chunks, states, self._checkpointers, strict=True
         ):
-            part, mine = manifest.part_name(stage.index), owned(stage, state)
+            part, mine = manifest.part_name(chunk.index), owned(chunk, state)
             arrays |= _described(mine, part)
             with self._failing(step):
                 checkpointer.save(path / part, args=_in_chunks(mine), force=True)
@@ -197,8 +197,8 @@ class Writer:
             return
         files: manifest.Files = {}
         with self._failing(step):
-            for stage in self._stages:
-                files |= manifest.files_of(path, stage.index)
+            for chunk in self._chunks:
+                files |= manifest.files_of(path, chunk.index)
         if not self._is_failing:
             self._saved(step, arrays, files)
 

@@ -60,7 +60,7 @@ from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
 from holmesjax.runtime.pipeline import Pipeline, in_one_process
 from holmesjax.runtime.stage_crossings import crossings
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.timeline import Clock
 from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
@@ -202,13 +202,13 @@ class Worker:
         )
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
-        stages = self._make_chunks(self._join(start), start)
+        chunks = self._make_chunks(self._join(start), start)
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack, self._giving_up():
             read = functools.partial(read_batches, config)
             reading = pool.submit(patiently, read, has_trained=has_trained)
             member.status("was compiling")
             began_s = time.perf_counter()
-            runner = self._make_runner(stages, ports)
+            runner = self._make_runner(chunks, ports)
             compile_s = time.perf_counter() - began_s
             member.status("was reading the corpus")
             batches = self._result(reading)
@@ -216,16 +216,15 @@ class Worker:
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
-            member.wait_for(Go)
+            epoch = member.wait_for(Go).epoch
             member.status("was reading the checkpoint")
             saved = self._checkpoint(start.resume)
             states = (
-                restoring.restore(saved, stages)
+                restoring.restore(saved, chunks)
                 if saved
                 else runner.init(job.config.train.seed, member.advance)
             )
-            epoch = self._env.get("HOLMES_EPOCH")  # a scheduler sets none
-            session = TrainingLoop(
+            loop = TrainingLoop(
                 config=job.config,
                 runner=runner,
                 batches=batches,
@@ -233,10 +232,10 @@ class Worker:
                 writer=stack.enter_context(
                     writing.Writer(
                         job.run_dir,
-                        stages,
+                        chunks,
                         self._send_saved,
                         self._send_unsaved,
-                        lease.fence(job.run_dir, int(epoch) if epoch else None),
+                        lease.fence(job.run_dir, epoch),
                     )
                 ),
                 tell=_Reporter(member, self._take_losses),
@@ -244,13 +243,13 @@ class Worker:
                 is_saving=self._decide,
                 begins=self._begins,
                 profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
-                memory=PeakMemory(devices_of(stages)),
+                memory=PeakMemory(devices_of(chunks)),
                 skipped=skipped_data.read(job.run_dir),
                 compile_s=compile_s,
                 vote=lambda: self._member.vote(self._step),
             )
             member.send(Up())
-            done = session.run(states, start.resume, sequences=saved.sequences if saved else 0)
+            done = loop.run(states, start.resume, sequences=saved.sequences if saved else 0)
         self._leave(done, runner.close if isinstance(runner, Pipeline) else lambda: None)
 
     def _result(self, reading: "Future[Batches]") -> Batches:
@@ -322,23 +321,23 @@ class Worker:
 
     def _make_chunks(self, mesh: Mesh, start: JobStart) -> list[Chunk]:
         """The chunks of the stage on its mesh."""
-        stages = make_chunks(self._job, {self._me.stage: mesh}, start.unproven)
-        for line in (*attention_lines(stages), *optimizer_lines(stages)):
+        chunks = make_chunks(self._job, {self._me.stage: mesh}, start.unproven)
+        for line in (*attention_lines(chunks), *optimizer_lines(chunks)):
             self._say(line)
-        return stages
+        return chunks
 
-    def _make_runner(self, stages: list[Chunk], ports: Ports) -> Pipeline | WholeStep:
+    def _make_runner(self, chunks: list[Chunk], ports: Ports) -> Pipeline | WholeStep:
         member = self._member
         if len(self._job.plan.stages) == 1 and self._job.config.train.rampup:
-            return in_one_process(self._job.plan, compile_chunks(stages, member.advance))
+            return in_one_process(self._job.plan, compile_chunks(chunks, member.advance))
         if len(self._job.plan.stages) == 1:
             evaluates = self._job.config.train.eval_every > 0
-            whole = compile_whole_step(stages[0], evaluates=evaluates, compiled=member.advance)
+            whole = compile_whole_step(chunks[0], evaluates=evaluates, compiled=member.advance)
             return WholeStep(whole)
         # First, while all are as far: some compile for longer than a neighbour would wait.
-        self._tcp = transport = self._connect(crossings(stages[0]), stages[0].mesh, ports)
+        self._tcp = transport = self._connect(crossings(chunks[0]), chunks[0].mesh, ports)
         member.status("was compiling")
-        programs = compile_chunks(stages, member.advance)
+        programs = compile_chunks(chunks, member.advance)
         return Pipeline(self._job.plan, programs, transport, self._waits_for)
 
     def _connect(self, all_crossings: Sequence[Crossing], mesh: Mesh, ports: Ports) -> TcpTransport:
@@ -367,7 +366,7 @@ class Worker:
     def _take_losses(self) -> dict[str, LinkLoss]:
         return self._tcp.take_losses() if self._tcp else {}
 
-    def _begins(self, work: Work, step: int) -> None:
+    def _begins(self, work: Activity, step: int) -> None:
         if work == "step":
             self._step = step
             self._waits_for("")

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from holmesjax.errors import HolmesError
 PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 LOOPBACK, IPOIB = 772, 32  # ARPHRD_* of linux/if_arp.h
 ROUTE_IS_UP = 1  # RTF_UP of linux/route.h
-NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")  # made by the driver; the second is that of WSL
 PciPath = tuple[str, ...]  # ("pci0000:15", "0000:15:01.0", ...): host bridge, bridges, device
 
 
@@ -250,18 +247,6 @@ def gpus(root: Path) -> tuple[Gpu, ...]:
                 found.append(_gpu(root, nvml, index, driver))
         nvml.nvmlShutdown()
     return tuple(found)
-
-
-def may_have_accelerators() -> bool:
-    """Whether JAX may show an accelerator on this machine; JAX alone knows for certain.
-
-    JAX shows CPUs alone without a plugin for another platform, and CUDA's plugin needs a driver.
-    """
-    plugins = [entry.name for entry in entry_points(group="jax_plugins")]
-    if not plugins or find_spec("libtpu"):
-        return find_spec("jax_plugins") is not None or find_spec("libtpu") is not None
-    is_cuda = all("cuda" in name for name in plugins)
-    return not is_cuda or any(map(os.path.exists, NVIDIA_FILES))
 
 
 def _gpu(root: Path, nvml: Any, index: int, driver: str) -> Gpu:

@@ -17,7 +17,12 @@ from holmesjax.config import ModelConfig
 from holmesjax.data import tokenizer_paths
 from holmesjax.data.tokenizer_paths import ENDS
 from holmesjax.errors import CheckpointError
-from holmesjax.hugging_face import config_json_export, json_file, safetensors_file, tensor_rows
+from holmesjax.hugging_face import (
+    config_json_export,
+    json_file,
+    safetensors_file,
+    tensor_rows,
+)
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places

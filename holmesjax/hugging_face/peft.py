@@ -16,7 +16,12 @@ import numpy as np
 from holmesjax.config import LORA_TARGETS, LoraConfig, ModelConfig
 from holmesjax.data.tokenizer_files import write_json
 from holmesjax.errors import CheckpointError, ConfigError
-from holmesjax.hugging_face import config_json_export, json_file, safetensors_file, tensor_rows
+from holmesjax.hugging_face import (
+    config_json_export,
+    json_file,
+    safetensors_file,
+    tensor_rows,
+)
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.export import Layer, whole_folder
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor

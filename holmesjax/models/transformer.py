@@ -1,8 +1,8 @@
 """The layers of a decoder-only Transformer, as functions of their parameters.
 
-`holmesjax.layer_specs.transformer` states the parameters. Suffixes of array and parameter names give
-their dims, one capital letter each, in order; they are logical dims, and `sharding` maps them to
-axes.
+`holmesjax.layer_specs.transformer` states the parameters. Suffixes of array and parameter names
+give their dims, one capital letter each, in order; they are logical dims, and `sharding` maps them
+to axes.
 
     B  sequences in the batch   D  model width            H  query heads       K  width of a head
     L  tokens in a sequence     F  feed-forward width     G  key-value heads   V  vocabulary size

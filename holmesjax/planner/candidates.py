@@ -1,11 +1,8 @@
-"""Choices for some segments: their order, the layers of each stage, and the schedule."""
+"""Choices for some segments: their order and the schedule."""
 
-import bisect
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from holmesjax.config import ParallelConfig
@@ -24,116 +21,7 @@ from holmesjax.schedules.pipeline_schedules import (
 
 MAX_ORDERS = 720  # of segments that are tried
 MAX_TASKS = 2_000_000  # of a step
-FEW_LAYERS = 128  # so many are shared out one by one
-LIMIT_ERROR = 1e-4  # of the slowest stage, where unequal layers are shared out
 DEEP = (1.0, 2.0, 0.0)  # in flight for a link, to what is under way on it
-
-
-def split(
-    problem: Problem, segments: Sequence[Segment], settings: StepSettings, order: TaskOrder
-) -> Assignment:
-    """The layers of each stage so that the slowest is as fast as can be, inside their memory.
-
-    If memory is too small, the assignment is one that does not fit.
-    """
-    assignment = Assignment(tuple(segments), ())
-    share_out = _share_equal if problem.ranges.num_kinds == 1 else _share_unequal
-    return assignment._replace(layers=share_out(problem, assignment.slots, settings, order))
-
-
-def _load(
-    problem: Problem,
-    slot: StageSlot,
-    settings: StepSettings,
-    order: TaskOrder,
-    stage: int,
-    blocks: Counts,
-) -> tuple[bool, float]:
-    """Returns whether layers are too much for a stage's memory, and their seconds.
-
-    The seconds are those of a microbatch, with a share of the tasks that come once in a step.
-    """
-    role = roles(order.num_stages)[stage]
-    times = problem.seconds(slot, settings, role, blocks, is_split=False)
-    once_s = times.once / settings.microbatches
-    in_flight = problem.in_flight(order, stage, sum(blocks))
-    full = not problem.fits(slot, settings, role, blocks, in_flight)
-    return full, times.forward + times.backward + once_s
-
-
-def _share_equal(
-    problem: Problem, slots: Sequence[StageSlot], settings: StepSettings, order: TaskOrder
-) -> tuple[int, ...]:
-    """Numbers of equal layers.
-
-    A stage's seconds never fall with its layers, so giving each next layer to the stage that is
-    fastest with it is optimal: whichever stage ends up slowest, any other split gives some stage
-    at least as many layers as that one. The last of equally fast stages takes the layer, since it
-    holds the fewest microbatches in flight.
-    """
-    layers = [order.chunks] * order.num_stages
-
-    def load(stage: int, more: int) -> tuple[bool, float, int]:
-        blocks = (layers[stage] + more,)
-        return *_load(problem, slots[stage], settings, order, stage, blocks), -stage
-
-    left = problem.num_layers - sum(layers)
-    while left > 0:
-        # Very many are shared out several at a time, the last ones one by one.
-        more = max(1, left // FEW_LAYERS)
-        waiting = [(*load(stage, more), stage) for stage in range(order.num_stages)]
-        heapq.heapify(waiting)
-        for _ in range(left // more if more == 1 else left // more // 2):
-            *_, stage = heapq.heappop(waiting)
-            layers[stage] += more
-            left -= more
-            heapq.heappush(waiting, (*load(stage, more), stage))
-    return tuple(layers)
-
-
-def _share_unequal(
-    problem: Problem, slots: Sequence[StageSlot], settings: StepSettings, order: TaskOrder
-) -> tuple[int, ...]:
-    """Sizes of ranges of unequal layers, by the least limit within which the stages hold them.
-
-    A range takes no less time, and no less memory, than any range inside it. So if each stage in
-    turn takes as many layers as it can within a limit, the stages hold the model if any can.
-    """
-    num_layers, last = problem.num_layers, order.num_stages - 1
-
-    def load(stage: int, start: int, stop: int) -> tuple[bool, float]:
-        blocks = problem.ranges.counts(start, stop)
-        return _load(problem, slots[stage], settings, order, stage, blocks)
-
-    def within(limit: tuple[bool, float]) -> tuple[int, ...] | None:
-        sizes: list[int] = []
-        for stage in range(order.num_stages):
-            start = sum(sizes)
-            most = num_layers - order.chunks * (last - stage)
-            stops = range(most if stage == last else start + order.chunks, most + 1)
-            loads = partial(load, stage, start)
-            found = bisect.bisect_left(stops, True, key=lambda stop: loads(stop) > limit)
-            if found == 0:
-                return None
-            sizes.append(stops[found - 1] - start)
-        return tuple(sizes)
-
-    def slowest(sizes: Sequence[int]) -> tuple[bool, float]:
-        edges = [0, *itertools.accumulate(sizes)]
-        return max(load(stage, *edges[stage : stage + 2]) for stage in range(len(sizes)))
-
-    best = within((False, math.inf)) or within((True, math.inf))
-    assert best is not None, "there are at least as many layers as chunks of all stages"
-    full, high_s = slowest(best)
-    low_s = 0.0
-    while high_s - low_s > LIMIT_ERROR * high_s:
-        middle_s = (low_s + high_s) / 2
-        if (found := within((full, middle_s))) is None:
-            low_s = middle_s
-        else:
-            best = found
-            _, high_s = slowest(found)
-    return best
 
 
 def in_order(problem: Problem, listed: Listed) -> list[tuple[Segment, ...]]:
@@ -322,7 +210,7 @@ class ScheduleKind(NamedTuple):
         return least_s, Around(before_s, after_s, update_s)
 
 
-def kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
+def schedule_kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
     """Yields the kinds of schedules that the config allows, with the fewest chunks first."""
     parallel = problem.config.parallel
     found = {

@@ -67,7 +67,7 @@ class Compiler:
 
 
 def compile_chunks(
-    stages: Sequence[Chunk], compiled: Callable[[], None] = lambda: None
+    chunks: Sequence[Chunk], compiled: Callable[[], None] = lambda: None
 ) -> list[Programs]:
     """All programs of all stages. Chunks that differ only in their names share their programs.
 
@@ -75,33 +75,33 @@ def compile_chunks(
       compiled: called after each program.
     """
     first: dict[Any, Chunk] = {}
-    like = [first.setdefault(_form(stage), stage) for stage in stages]
+    like = [first.setdefault(_form(chunk), chunk) for chunk in chunks]
     with Compiler(compiled) as compiler, ThreadPoolExecutor(len(first)) as pool:
         found = {s.index: pool.submit(compile_chunk, s, compiler) for s in first.values()}
         made = {index: programs.result() for index, programs in found.items()}
-    return [_renamed(made[other.index], stage) for stage, other in zip(stages, like, strict=True)]
+    return [_renamed(made[other.index], chunk) for chunk, other in zip(chunks, like, strict=True)]
 
 
-def _form(stage: Chunk) -> Any:
+def _form(chunk: Chunk) -> Any:
     """Equal for chunks whose programs are the same but for the names of their layers.
 
     An optimizer may read these names; then programs differ.
     """
-    has_fixed = bool(jax.tree.leaves(fixed_shapes(stage)))
-    is_own = stage.is_first or stage.is_last or has_fixed or stage.draws
-    if is_own or stage.optimizer.reads_names or stage.rounds_params:
-        return stage.index
-    return stage.mesh, tuple(stage.kinds.values())
+    has_fixed = bool(jax.tree.leaves(fixed_shapes(chunk)))
+    is_own = chunk.is_first or chunk.is_last or has_fixed or chunk.draws
+    if is_own or chunk.optimizer.reads_names or chunk.rounds_params:
+        return chunk.index
+    return chunk.mesh, tuple(chunk.kinds.values())
 
 
-def _renamed(programs: Programs, stage: Chunk) -> Programs:
+def _renamed(programs: Programs, chunk: Chunk) -> Programs:
     """Programs of one chunk for another that differs only in the names of its layers.
 
     Arrays that pass from program to program keep the names of the first chunk.
     """
-    if programs.stage is stage:
+    if programs.chunk is chunk:
         return programs
-    names = dict(zip(stage.layers, programs.stage.layers, strict=True))
+    names = dict(zip(chunk.layers, programs.chunk.layers, strict=True))
     back = {other: own for own, other in names.items()}
     gather, update = programs["gather"], programs["update"]
 
@@ -116,7 +116,7 @@ def _renamed(programs: Programs, stage: Chunk) -> Programs:
         ProgramKey("gather", True): gather_renamed,
         ProgramKey("update", False): update_renamed,
     }
-    return dataclasses.replace(programs, stage=stage, table={**programs.table, **renamed})
+    return dataclasses.replace(programs, chunk=chunk, table={**programs.table, **renamed})
 
 
 def _with_layers(state: ChunkState, names: dict[str, str]) -> ChunkState:
@@ -126,76 +126,76 @@ def _with_layers(state: ChunkState, names: dict[str, str]) -> ChunkState:
     return ChunkState(rename(state.params), opt_state, state.fixed, average, state.recent)
 
 
-def compile_chunk(stage: Chunk, compiler: Compiler) -> Programs:
+def compile_chunk(chunk: Chunk, compiler: Compiler) -> Programs:
     """The programs of one chunk."""
-    state, replicas, gradients = stage.state_shapes, replica_shapes(stage), gradient_shapes(stage)
-    boundary, scalar = boundary_shape(stage), scalar_shape(stage)
-    x_BLD = None if stage.is_first else boundary
-    dy, dx = scalar if stage.is_last else boundary, scalar if stage.is_first else boundary
-    cotangents = dy, scalar if stage.has_auxiliary_losses else None
-    fixed = fixed_shapes(stage)
+    state, replicas, gradients = chunk.state_shapes, replica_shapes(chunk), gradient_shapes(chunk)
+    boundary, scalar = boundary_shape(chunk), scalar_shape(chunk)
+    x_BLD = None if chunk.is_first else boundary
+    dy, dx = scalar if chunk.is_last else boundary, scalar if chunk.is_first else boundary
+    cotangents = dy, scalar if chunk.has_auxiliary_losses else None
+    fixed = fixed_shapes(chunk)
     submit = partial(_submit, compiler)
     found: dict[ProgramKey, Future[Compiled]] = {}
     forward: _Forward | None = None
-    if _accumulates(stage) or not sends_within(stage):
-        forward = _Forward(stage, replicas, x_BLD, compiler)
-    if not sends_within(stage):
-        found[ProgramKey("gather", True)] = submit(stage.gather, state.params, out=replicas)
-    reduced, update = stage.reduced_shapes, partial(end_of_step.update, stage)
-    if stage.num_replicas == 1 and not stage.shares_table:
+    if _accumulates(chunk) or not sends_within(chunk):
+        forward = _Forward(chunk, replicas, x_BLD, compiler)
+    if not sends_within(chunk):
+        found[ProgramKey("gather", True)] = submit(chunk.gather, state.params, out=replicas)
+    reduced, update = chunk.reduced_shapes, partial(end_of_step.update, chunk)
+    if chunk.num_replicas == 1 and not chunk.shares_table:
         reduced = gradients
-        update = partial(end_of_step.reduce_and_update, stage)
-    elif not last_reduces(stage):
-        found[ProgramKey("reduce", True)] = submit(stage.reduce, gradients, out=reduced)
-    found[ProgramKey("zero_gradients", False)] = submit(stage.zero_gradients, out=gradients)
-    totals, square_norm = totals_shape(stage), partial(end_of_step.square_norm, stage)
-    values = {name: (x,) * stage.plan.microbatches for name, x in values_shapes(stage).items()}
-    by_name, sums = auxiliary(stage, values), sums_of_layers(stage, values)
-    watched = scalar if stage.remembers else None, state.recent
-    measured = state.params if stage.has_statistics else None
+        update = partial(end_of_step.reduce_and_update, chunk)
+    elif not last_reduces(chunk):
+        found[ProgramKey("reduce", True)] = submit(chunk.reduce, gradients, out=reduced)
+    found[ProgramKey("zero_gradients", False)] = submit(chunk.zero_gradients, out=gradients)
+    totals, chunk_totals = totals_shape(chunk), partial(end_of_step.chunk_totals, chunk)
+    values = {name: (x,) * chunk.plan.microbatches for name, x in values_shapes(chunk).items()}
+    by_name, sums = auxiliary(chunk, values), sums_of_layers(chunk, values)
+    watched = scalar if chunk.remembers else None, state.recent
+    measured = state.params if chunk.has_statistics else None
     counted = reduced, by_name, scalar if by_name else None, *watched, measured
-    found[ProgramKey("square_norm", False)] = submit(square_norm, *counted, out=totals)
+    found[ProgramKey("chunk_totals", False)] = submit(chunk_totals, *counted, out=totals)
     args, out = (state, reduced, totals, sums), (state, scalar)
     found[ProgramKey("update", False)] = submit(update, *args, out=out, donate=(0,))
-    if stage.is_last:
-        found[ProgramKey("total_loss", False)] = submit_total_loss(stage, compiler)
+    if chunk.is_last:
+        found[ProgramKey("total_loss", False)] = submit_total_loss(chunk, compiler)
     forwards: dict[ProgramKey, _Forward | _FirstForward] = {}
-    if sends_within(stage):
-        first = _FirstForward(stage, forward, replicas, x_BLD, compiler)
+    if sends_within(chunk):
+        first = _FirstForward(chunk, forward, replicas, x_BLD, compiler)
         forwards[ProgramKey("forward", True)] = first
     if forward is not None:
         forwards[ProgramKey("forward", False)] = forward
     residuals = next(iter(forwards.values())).residuals
     kept: Callable[..., tuple] = lambda *args: ()
     held = fixed, replicas, residuals
-    if is_split(stage):
-        kept, halves = _compile_split(stage, compiler, gradients, *held, *cotangents)
+    if is_split(chunk):
+        kept, halves = _compile_split(chunk, compiler, gradients, *held, *cotangents)
         found |= halves
     else:
-        backward = partial(microbatch.backward, stage)
+        backward = partial(microbatch.backward, chunk)
         taken, given = (*held, gradients, *cotangents), (gradients, dx)
-        found |= _submit_sums(stage, compiler, "backward", backward, *taken, out=given, donate=3)
+        found |= _submit_sums(chunk, compiler, "backward", backward, *taken, out=given, donate=3)
     table = {key: made.program for key, made in forwards.items()}
     table |= {key: program.result() for key, program in found.items()}
-    return Programs(stage=stage, table=table, kept=kept)
+    return Programs(chunk=chunk, table=table, kept=kept)
 
 
-def is_split(stage: Chunk) -> bool:
+def is_split(chunk: Chunk) -> bool:
     """Whether gradients of weights are tasks of their own."""
-    return stage.plan.order.splits_backward
+    return chunk.plan.order.splits_backward
 
 
-def submit_total_loss(stage: Chunk, compiler: Compiler) -> "Future[Compiled]":
-    losses, scalar = (losses_shape(stage),) * stage.plan.microbatches, scalar_shape(stage)
+def submit_total_loss(chunk: Chunk, compiler: Compiler) -> "Future[Compiled]":
+    losses, scalar = (losses_shape(chunk),) * chunk.plan.microbatches, scalar_shape(chunk)
     return _submit(compiler, end_of_step.total_loss, losses, scalar, out=scalar)
 
 
-def _accumulates(stage: Chunk) -> bool:
+def _accumulates(chunk: Chunk) -> bool:
     """Whether there are microbatches besides the last."""
-    return stage.plan.microbatches > 1
+    return chunk.plan.microbatches > 1
 
 
-def sends_within(stage: Chunk) -> bool:
+def sends_within(chunk: Chunk) -> bool:
     """Whether the first forward gathers and the last backward reduces, in one program.
 
     XLA can then send one layer while it computes another, and nothing leaves the program before all
@@ -203,19 +203,19 @@ def sends_within(stage: Chunk) -> bool:
     first input is on its way, and reduce when the gradient of that input has left: while there is
     nothing else to do for them.
     """
-    return stage.num_replicas > 1 and stage.is_first
+    return chunk.num_replicas > 1 and chunk.is_first
 
 
-def last_reduces(stage: Chunk) -> bool:
+def last_reduces(chunk: Chunk) -> bool:
     """Whether the last program that adds to the gradients also reduces them.
 
     No other stage waits for the result of a W. So if backwards are split, the last W reduces.
     """
-    return stage.num_replicas > 1 if is_split(stage) else sends_within(stage)
+    return chunk.num_replicas > 1 if is_split(chunk) else sends_within(chunk)
 
 
 def _submit_sums(
-    stage: Chunk,
+    chunk: Chunk,
     compiler: Compiler,
     name: str,
     function: Callable,
@@ -225,12 +225,12 @@ def _submit_sums(
 ) -> dict[ProgramKey, "Future[Compiled]"]:
     """A function whose first result is gradients; and the last one of a step, if that reduces."""
     found = {}
-    if last_reduces(stage):
+    if last_reduces(chunk):
         # No result has the form of the gradients that come in: nothing to donate them to.
-        masters = stage.reduced_shapes
-        reducing = microbatch.reducing(stage, function)
+        masters = chunk.reduced_shapes
+        reducing = microbatch.reducing(chunk, function)
         found[ProgramKey(name, True)] = _submit(compiler, reducing, *args, out=(masters, *out[1:]))
-    if not found or _accumulates(stage):
+    if not found or _accumulates(chunk):
         found[ProgramKey(name, False)] = _submit(
             compiler, function, *args, out=out, donate=(donate,)
         )
@@ -238,7 +238,7 @@ def _submit_sums(
 
 
 def _compile_split(
-    stage: Chunk, compiler: Compiler, gradients: Tree, *args: Any
+    chunk: Chunk, compiler: Compiler, gradients: Tree, *args: Any
 ) -> tuple[Callable[..., tuple], dict[ProgramKey, "Future[Compiled]"]]:
     """A backward in two programs, and the arguments of the first that the second reads.
 
@@ -248,15 +248,15 @@ def _compile_split(
 
     def first_on(*own: Any) -> tuple:
         # Split where it runs: on a replica, with the arrays of that replica.
-        found.append(split_backward(partial(microbatch.replica_gradients, stage), *own))
+        found.append(split_backward(partial(microbatch.replica_gradients, chunk), *own))
         dx, passed = found[-1].first(*jax.tree.leaves(own))
-        return dx, microbatch.stack(stage, passed)
+        return dx, microbatch.stack(chunk, passed)
 
     def first(*args: Any) -> tuple:
-        dx, passed = microbatch.on_replicas(stage, first_on)(*args)
+        dx, passed = microbatch.on_replicas(chunk, first_on)(*args)
         return dx[0] if dx else jnp.zeros(()), passed
 
-    dx = sharding.replicated(stage.mesh) if stage.is_first else boundary_shape(stage).sharding
+    dx = sharding.replicated(chunk.mesh) if chunk.is_first else boundary_shape(chunk).sharding
     lowered = jax.jit(first, out_shardings=(dx, None)).lower(*args)
     halves = found[-1]
     input_gradient = compiler.compile(lowered)
@@ -270,47 +270,47 @@ def _compile_split(
         return [leaves[i] for i in halves.keeps if i < num_fixed], [leaves[i] for i in own]
 
     def second_on(fixed: list, gradients: Tree, kept: list, passed: list) -> Tree:
-        weights = halves.second(*fixed, *kept, *microbatch.unstack(stage, passed))
+        weights = halves.second(*fixed, *kept, *microbatch.unstack(chunk, passed))
         return microbatch.accumulate(gradients, weights)
 
     def weights(gradients: Tree, kept: tuple, passed: list) -> tuple[Tree, jax.Array]:
         # The zero tells a clock when it was done: the gradients are donated to the next one.
-        run, (fixed, own) = microbatch.on_replicas(stage, second_on), kept
+        run, (fixed, own) = microbatch.on_replicas(chunk, second_on), kept
         return run(fixed, gradients, own, passed), jnp.zeros(())
 
-    out = (gradients, scalar_shape(stage))
+    out = (gradients, scalar_shape(chunk))
     passing = gradients, kept(*args), passed
     programs = _submit_sums(
-        stage, compiler, "weight_gradient", weights, *passing, out=out, donate=0
+        chunk, compiler, "weight_gradient", weights, *passing, out=out, donate=0
     )
     programs[ProgramKey("input_gradient", False)] = input_gradient
     return kept, programs
 
 
 def compile_whole_step(
-    stage: Chunk, *, evaluates: bool = True, compiled: Callable[[], None] = lambda: None
+    chunk: Chunk, *, evaluates: bool = True, compiled: Callable[[], None] = lambda: None
 ) -> Programs:
     """The programs of a plan's only stage.
 
     Args:
-      stage: all layers.
+      chunk: all layers.
       evaluates: whether the run has validations.
       compiled: called after each program.
     """
-    state, replicas, scalar = stage.state_shapes, replica_shapes(stage), scalar_shape(stage)
+    state, replicas, scalar = chunk.state_shapes, replica_shapes(chunk), scalar_shape(chunk)
     with Compiler(compiled) as compiler:
         submit = partial(_submit, compiler)
-        args = state, task_shapes(stage, stage.plan.microbatches), scalar
-        step = partial(end_of_step.step, stage)
+        args = state, task_shapes(chunk, chunk.plan.microbatches), scalar
+        step = partial(end_of_step.step, chunk)
         found = {ProgramKey("step", True): submit(step, *args, out=(state, scalar), donate=(0,))}
         table = {}
         if evaluates:
-            forward = _Forward(stage, replicas, None, compiler)
-            found[ProgramKey("gather", True)] = submit(stage.gather, state.params, out=replicas)
-            found[ProgramKey("total_loss", False)] = submit_total_loss(stage, compiler)
+            forward = _Forward(chunk, replicas, None, compiler)
+            found[ProgramKey("gather", True)] = submit(chunk.gather, state.params, out=replicas)
+            found[ProgramKey("total_loss", False)] = submit_total_loss(chunk, compiler)
             table = {ProgramKey("forward", False): forward.program}
         table |= {key: program.result() for key, program in found.items()}
-        return Programs(stage=stage, table=table)
+        return Programs(chunk=chunk, table=table)
 
 
 class _Forward:
@@ -318,16 +318,16 @@ class _Forward:
 
     def __init__(
         self,
-        stage: Chunk,
+        chunk: Chunk,
         replicas: Tree,
         x_BLD: jax.ShapeDtypeStruct | None,
         compiler: Compiler,
     ):
-        forward = partial(microbatch.forward, stage)
-        function = jax.jit(forward, out_shardings=(*_out_shardings(stage), None))
-        args = fixed_shapes(stage), replicas, x_BLD, task_shapes(stage)
+        forward = partial(microbatch.forward, chunk)
+        function = jax.jit(forward, out_shardings=(*_out_shardings(chunk), None))
+        args = fixed_shapes(chunk), replicas, x_BLD, task_shapes(chunk)
         traced = function.trace(*args)
-        weights = jax.tree.leaves((stage.untrained, stage.held))
+        weights = jax.tree.leaves((chunk.untrained, chunk.held))
         refuse_weight_copies(traced.jaxpr, weights, len(jax.tree.leaves(traced.out_info[-1])))
         self._lowered = traced.lower()
         self._program = compiler.compile(self._lowered)
@@ -348,7 +348,7 @@ class _FirstForward:
 
     def __init__(
         self,
-        stage: Chunk,
+        chunk: Chunk,
         others: _Forward | None,
         replicas: Tree,
         x_BLD: jax.ShapeDtypeStruct | None,
@@ -358,12 +358,12 @@ class _FirstForward:
         forms = []
 
         def first(*args: Any) -> tuple:
-            *here, residuals = microbatch.first_forward(stage, *args)
+            *here, residuals = microbatch.first_forward(chunk, *args)
             forms.append(dataclasses.replace(residuals, arrays=()))
             return *here, residuals.arrays
 
-        shardings = (jax.tree.map(lambda x: x.sharding, replicas), *_out_shardings(stage), where)
-        args = fixed_shapes(stage), stage.state_shapes.params, x_BLD, task_shapes(stage)
+        shardings = (jax.tree.map(lambda x: x.sharding, replicas), *_out_shardings(chunk), where)
+        args = fixed_shapes(chunk), chunk.state_shapes.params, x_BLD, task_shapes(chunk)
         lowered = jax.jit(first, out_shardings=shardings).lower(*args)
         self._program = compiler.compile(lowered)
         if others is not None:
@@ -386,10 +386,10 @@ def _forward_with(form: Residuals, forward: Compiled, *args: Any) -> tuple:
     return *found, dataclasses.replace(form, arrays=arrays)
 
 
-def _out_shardings(stage: Chunk) -> tuple[Any, dict[str, Any]]:
+def _out_shardings(chunk: Chunk) -> tuple[Any, dict[str, Any]]:
     """The shardings of the boundary or the losses, and of auxiliary values."""
-    out = (losses_shape if stage.is_last else boundary_shape)(stage).sharding
-    return out, {name: x.sharding for name, x in values_shapes(stage).items()}
+    out = (losses_shape if chunk.is_last else boundary_shape)(chunk).sharding
+    return out, {name: x.sharding for name, x in values_shapes(chunk).items()}
 
 
 def _with_shardings(shapes: Tree, shardings: Tree) -> Tree:

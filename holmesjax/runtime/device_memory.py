@@ -8,20 +8,20 @@ import jax
 from holmesjax.runtime.chunk import Chunk
 
 
-def devices_of(stages: Iterable[Chunk]) -> dict[str, jax.Device]:
+def devices_of(chunks: Iterable[Chunk]) -> dict[str, jax.Device]:
     """The devices of this process by the names that records have for them: their plan's numbers."""
     own = jax.process_index()
     return {
         f"device {number}": device
-        for stage in stages
-        for number, device in zip(_numbers(stage), stage.mesh.devices.flat, strict=True)
+        for chunk in chunks
+        for number, device in zip(_numbers(chunk), chunk.mesh.devices.flat, strict=True)
         if device.process_index == own
     }
 
 
-def _numbers(stage: Chunk) -> tuple[int, ...]:
-    place, _ = stage.plan.chunks[stage.index]
-    return stage.plan.stages[place].devices
+def _numbers(chunk: Chunk) -> tuple[int, ...]:
+    place, _ = chunk.plan.chunks[chunk.index]
+    return chunk.plan.stages[place].devices
 
 
 AGAIN = 50  # steps after which all peaks are told, for those who read the end of a record alone

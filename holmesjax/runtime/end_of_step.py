@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from holmesjax.layer_specs.model_layers import load
+from holmesjax.layer_specs.model_layers import import_object
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import State, rounding_seed
@@ -40,18 +40,18 @@ def total_loss(losses_MR: tuple[jax.Array, ...] | jax.Array, weight: jax.Array) 
     return jnp.sum(jnp.stack(losses_MR)) * weight
 
 
-def auxiliary(stage: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
+def auxiliary(chunk: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the auxiliary losses and metrics, and statistics, among values by name."""
-    return {name: value for name, value in values.items() if name in stage.shared_names}
+    return {name: value for name, value in values.items() if name in chunk.shared_names}
 
 
-def sums_of_layers(stage: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
+def sums_of_layers(chunk: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the other values by name: sums for changing parameters."""
-    return {name: value for name, value in values.items() if name not in stage.shared_names}
+    return {name: value for name, value in values.items() if name not in chunk.shared_names}
 
 
-def square_norm(
-    stage: Chunk,
+def chunk_totals(
+    chunk: Chunk,
     gradients: Tree,
     values_MR: Mapping[str, Sums],
     weight: jax.Array | None,
@@ -66,7 +66,7 @@ def square_norm(
     `update`.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       gradients: in the master layout.
       values_MR: the auxiliary values of all microbatches and replicas, by name.
       weight: of a token in the step; None where there are no values.
@@ -74,31 +74,31 @@ def square_norm(
       recent: the steps before, likewise.
       params: where the run has statistics.
     """
-    if stage.borrows_table:
-        gradients = {layer: gradients[layer] for layer in stage.layers}
+    if chunk.borrows_table:
+        gradients = {layer: gradients[layer] for layer in chunk.layers}
     own = sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)), jnp.zeros(()))
-    num_stages = len(stage.plan.stages)
-    totals = jnp.zeros(num_stages + len(stage.shared_names))
-    totals = totals.at[stage.plan.chunks[stage.index][0]].set(own)
+    num_stages = len(chunk.plan.stages)
+    totals = jnp.zeros(num_stages + len(chunk.shared_names))
+    totals = totals.at[chunk.plan.chunks[chunk.index][0]].set(own)
     for name, value_MR in values_MR.items():
         assert weight is not None, "values need the weight of a token"
-        at = num_stages + stage.shared_names.index(name)
-        is_mean = name in stage.statistic_names
-        own_weight = jnp.asarray(1.0 / (stage.plan.microbatches * stage.num_replicas))
+        at = num_stages + chunk.shared_names.index(name)
+        is_mean = name in chunk.statistic_names
+        own_weight = jnp.asarray(1.0 / (chunk.plan.microbatches * chunk.num_replicas))
         totals = totals.at[at].set(total_loss(value_MR, own_weight if is_mean else weight))
     if params is not None:
-        for name, square in layer_statistics.squares(stage.kinds, gradients, params).items():
-            totals = totals.at[num_stages + stage.shared_names.index(name)].set(square)
+        for name, square in layer_statistics.squares(chunk.kinds, gradients, params).items():
+            totals = totals.at[num_stages + chunk.shared_names.index(name)].set(square)
     if recent is not None:
-        assert stage.spike_rule is not None, "this chunk remembers losses"
-        found = loss, *spikes.limits(recent, stage.spike_rule)
+        assert chunk.spike_rule is not None, "this chunk remembers losses"
+        found = loss, *spikes.limits(recent, chunk.spike_rule)
         for name, value in zip(spikes.TOTALS, found, strict=True):
-            totals = totals.at[num_stages + stage.shared_names.index(name)].set(value)
+            totals = totals.at[num_stages + chunk.shared_names.index(name)].set(value)
     return totals
 
 
 def update(
-    stage: Chunk,
+    chunk: Chunk,
     state: ChunkState,
     gradients: Tree,
     totals: jax.Array,
@@ -111,7 +111,7 @@ def update(
     A step whose norm is not finite changes nothing, nor does a spike where the run skips them.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       state: of the step before.
       gradients: in the master layout.
       totals: the squared norms of all stages, in order, and then the shared numbers: so all stages
@@ -119,44 +119,44 @@ def update(
       sums_MR: for parameters that do not train and yet change, by layer and name.
       after_products: whether `kernels.linear` gives the gradients in the same program.
     """
-    num_stages = len(stage.plan.stages)
+    num_stages = len(chunk.plan.stages)
     square = sum(totals[i] for i in range(num_stages))
     norm = jnp.sqrt(square)
     finite = applies = jnp.isfinite(norm)
-    scale = gradient_clipping.scale(norm, stage.clip_norm)
-    kernels = dataclasses.replace(stage.update_functions, after_products=after_products)
-    shared = {name: totals[num_stages + i] for i, name in enumerate(stage.shared_names)}
+    scale = gradient_clipping.scale(norm, chunk.clip_norm)
+    kernels = dataclasses.replace(chunk.update_functions, after_products=after_products)
+    shared = {name: totals[num_stages + i] for i, name in enumerate(chunk.shared_names)}
     recent = state.recent
-    if stage.spike_rule is not None:
+    if chunk.spike_rule is not None:
         loss, *limits = (shared[name] for name in spikes.TOTALS)
         is_spike = finite & ((loss > limits[0]) | (square > limits[1]))
-        applies = finite & ~is_spike if stage.spike_rule.skips else finite
+        applies = finite & ~is_spike if chunk.spike_rule.skips else finite
         if recent is not None:
             recent = spikes.remembering(recent, loss, norm, finite & jnp.isfinite(loss))
     args = gradients, state.opt_state, state.params, scale, applies, kernels
     metrics = {
         "grad_norm": norm,
-        "learning_rate": stage.optimizer.learning_rate(state.opt_state),
+        "learning_rate": chunk.optimizer.learning_rate(state.opt_state),
         "skipped": ~applies,
-        **{name: shared[name] for name in stage.auxiliary_names},
-        **layer_statistics.finished(stage.model, {n: shared[n] for n in stage.statistic_names}),
+        **{name: shared[name] for name in chunk.auxiliary_names},
+        **layer_statistics.finished(chunk.model, {n: shared[n] for n in chunk.statistic_names}),
     }
-    if stage.spike_rule is not None:
+    if chunk.spike_rule is not None:
         metrics["spike"] = is_spike
-    apply = stage.optimizer.apply
-    if stage.rounds_params and not stage.optimizer.rounds_params:
-        apply = functools.partial(_apply_rounded, stage)
-    fixed = _changed(stage, state.fixed, sums_MR, applies)
+    apply = chunk.optimizer.apply
+    if chunk.rounds_params and not chunk.optimizer.rounds_params:
+        apply = functools.partial(_apply_rounded, chunk)
+    fixed = _changed(chunk, state.fixed, sums_MR, applies)
     params, opt_state = apply(*args)
     average = state.average
     if average is not None:
-        assert stage.ema_decay is not None, "a stage with an average has its decay"
-        average = weight_average.after(average, stage.ema_decay, params, applies, kernels)
+        assert chunk.ema_decay is not None, "a stage with an average has its decay"
+        average = weight_average.after(average, chunk.ema_decay, params, applies, kernels)
     return ChunkState(params, opt_state, fixed, average, recent), metrics
 
 
 def _apply_rounded(
-    stage: Chunk,
+    chunk: Chunk,
     gradients: Tree,
     opt_state: State,
     params: Tree,
@@ -169,7 +169,7 @@ def _apply_rounded(
     def update(held: tuple[Tree, State]) -> tuple[Tree, State]:
         params, opt_state = held
         args = gradients, opt_state, widened(params), scale, True, kernels
-        new, opt_state = stage.optimizer.apply(*args)
+        new, opt_state = chunk.optimizer.apply(*args)
         return _rounded(new, opt_state.updates), opt_state
 
     return ops.changed_if(applies, update, (params, opt_state), kernels)
@@ -182,10 +182,10 @@ def _rounded(params: Tree, update: jax.Array) -> Tree:
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 
-def _changed(stage: Chunk, fixed: Tree, sums_MR: Mapping[str, Sums], applies: jax.Array) -> Tree:
+def _changed(chunk: Chunk, fixed: Tree, sums_MR: Mapping[str, Sums], applies: jax.Array) -> Tree:
     """The parameters that do not train, after the step's change of those that change."""
     new = dict(fixed)
-    for layer, kind in stage.kinds.items():
+    for layer, kind in chunk.kinds.items():
         if not (own := {parameter.name: parameter for parameter in changing(kind)}):
             continue
         old = {name: functools.reduce(getitem, it.path, fixed[layer]) for name, it in own.items()}
@@ -193,7 +193,7 @@ def _changed(stage: Chunk, fixed: Tree, sums_MR: Mapping[str, Sums], applies: ja
             name: JOIN[parameter.joined](jnp.stack(sums_MR[f"{layer}/{name}"]), (0, 1))
             for name, parameter in own.items()
         }
-        for name, value in load(kind.change)(old, joined).items():
+        for name, value in import_object(kind.change)(old, joined).items():
             kept = jnp.where(applies, value, old[name])
             new[layer] = _replaced(new[layer], own[name].path, kept)
     return new
@@ -206,44 +206,44 @@ def _replaced(tree: Tree, path: Sequence[str], value: jax.Array) -> Tree:
 
 
 def reduce_and_update(
-    stage: Chunk, state: ChunkState, gradients: Tree, *args: Any
+    chunk: Chunk, state: ChunkState, gradients: Tree, *args: Any
 ) -> tuple[ChunkState, dict[str, jax.Array]]:
     """`update` of a chunk with one replica, from gradients in the layout of the replica."""
-    return update(stage, state, stage.reduce(gradients), *args)
+    return update(chunk, state, chunk.reduce(gradients), *args)
 
 
 def step(
-    stage: Chunk, state: ChunkState, batch_M: Batch, weight: jax.Array
+    chunk: Chunk, state: ChunkState, batch_M: Batch, weight: jax.Array
 ) -> tuple[ChunkState, dict[str, jax.Array]]:
     """A whole optimizer step, for a plan with this stage only; batches have a leading M.
 
     `weight` is the weight of a token in the step's loss.
     """
-    replicas, fixed = stage.gather(state.params), state.fixed
-    for_losses = weight if stage.has_auxiliary_losses else None
+    replicas, fixed = chunk.gather(state.params), state.fixed
+    for_losses = weight if chunk.has_auxiliary_losses else None
 
     def add_microbatch(gradients: Tree, batch: Batch) -> tuple[Tree, tuple[jax.Array, Values]]:
-        losses_R, values_R, saved = microbatch.forward(stage, fixed, replicas, None, batch)
+        losses_R, values_R, saved = microbatch.forward(chunk, fixed, replicas, None, batch)
         gradients, _ = microbatch.backward(
-            stage, fixed, replicas, saved, gradients, weight, for_losses
+            chunk, fixed, replicas, saved, gradients, weight, for_losses
         )
         return gradients, (losses_R, values_R)
 
-    if stage.plan.microbatches == 1:
+    if chunk.plan.microbatches == 1:
         batch = jax.tree.map(lambda x: x[0], batch_M)
-        gradients, found = add_microbatch(stage.zero_gradients(), batch)
+        gradients, found = add_microbatch(chunk.zero_gradients(), batch)
         losses_MR, values_MR = jax.tree.map(lambda x: x[None], found)
     else:
         gradients, (losses_MR, values_MR) = jax.lax.scan(
-            add_microbatch, stage.zero_gradients(), batch_M
+            add_microbatch, chunk.zero_gradients(), batch_M
         )
-    gradients = stage.reduce(gradients)
+    gradients = chunk.reduce(gradients)
     loss = total_loss(losses_MR, weight)
-    by_name = auxiliary(stage, values_MR)
-    measured = state.params if stage.has_statistics else None
-    totals = square_norm(stage, gradients, by_name, weight, loss, state.recent, measured)
-    sums_MR = sums_of_layers(stage, values_MR)
+    by_name = auxiliary(chunk, values_MR)
+    measured = state.params if chunk.has_statistics else None
+    totals = chunk_totals(chunk, gradients, by_name, weight, loss, state.recent, measured)
+    sums_MR = sums_of_layers(chunk, values_MR)
     # Products in fp8 give every gradient as its parameter lies.
-    told = {"after_products": stage.model.fp8 is None}
-    state, metrics = update(stage, state, gradients, totals, sums_MR, **told)
+    told = {"after_products": chunk.model.fp8 is None}
+    state, metrics = update(chunk, state, gradients, totals, sums_MR, **told)
     return state, {"loss": loss, **metrics}

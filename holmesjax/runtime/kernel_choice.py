@@ -84,16 +84,16 @@ def _of_update(config: Config, gpus: Sequence[Gpu]) -> Iterator[dict[str, Any]]:
         yield kernel_check.asked_of_update(config)
 
 
-def attention_lines(stages: Sequence[Chunk]) -> list[str]:
+def attention_lines(chunks: Sequence[Chunk]) -> list[str]:
     """The lines of the header that say what computes attention in each stage, and why.
 
     There are none for stages on CPUs, which have plain JAX and nothing else.
     """
     by_choice: dict[str, dict[int, None]] = {}
-    for stage in stages:
-        if stage.mesh.devices.flat[0].platform != "cpu":
-            number = stage.plan.chunks[stage.index][0]
-            for choice in stage.choose_attention():
+    for chunk in chunks:
+        if chunk.mesh.devices.flat[0].platform != "cpu":
+            number = chunk.plan.chunks[chunk.index][0]
+            for choice in chunk.choose_attention():
                 by_choice.setdefault(str(choice), {})[number] = None
     return [
         f"attention   stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {choice}"
@@ -101,7 +101,7 @@ def attention_lines(stages: Sequence[Chunk]) -> list[str]:
     ]
 
 
-def optimizer_lines(stages: Sequence[Chunk]) -> list[str]:
+def optimizer_lines(chunks: Sequence[Chunk]) -> list[str]:
     """The line of the header that says what computes AdamW's step, and why.
 
     There is none for stages on CPUs, nor for an optimizer in which no parameter has that step.
@@ -110,8 +110,8 @@ def optimizer_lines(stages: Sequence[Chunk]) -> list[str]:
       ConfigError: the devices cannot run what the run asks for.
     """
     choices: dict[str, None] = {}
-    for stage in stages:
-        choice = stage.optimizer.choose_kernel(stage.update_functions)
-        if choice is not None and stage.mesh.devices.flat[0].platform != "cpu":
+    for chunk in chunks:
+        choice = chunk.optimizer.choose_kernel(chunk.update_functions)
+        if choice is not None and chunk.mesh.devices.flat[0].platform != "cpu":
             choices[str(choice)] = None
     return [f"update      {choice}" for choice in choices]

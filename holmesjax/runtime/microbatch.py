@@ -67,12 +67,12 @@ class Residuals:
 
 
 def apply(
-    stage: Chunk, params: Tree, fixed: Tree, x_BLD: jax.Array | None, batch: Batch
+    chunk: Chunk, params: Tree, fixed: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[tuple[jax.Array, jax.Array | None], Values]:
     """The layers of this stage on one replica.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       params: of the layers, float32.
       fixed: what does not train, float32.
       x_BLD: the boundary that comes in; None on the first stage.
@@ -82,26 +82,26 @@ def apply(
       The boundary x_BLD, or its tokens' loss; beside it the auxiliary losses of the layers here,
       weighted and added up, or None where there are none. Then all auxiliary values by name.
     """
-    kernels = stage.array_functions
+    kernels = chunk.array_functions
     sequence_B = batch.get("sequence_B", jnp.zeros(()))
     of_tokens = {name: array for name, array in batch.items() if name != "sequence_B"}
     batch = {name: ops.to_parts(array, kernels) for name, array in of_tokens.items()}
     x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
-    sequences = stage.microbatch_size // stage.num_replicas
-    position_L = ops.token_positions(sequences, stage.model.context_length, kernels)
+    sequences = chunk.microbatch_size // chunk.num_replicas
+    position_L = ops.token_positions(sequences, chunk.model.context_length, kernels)
     if kernels.context > 1:
-        position_L = _cut_sequences(stage, position_L)
+        position_L = _cut_sequences(chunk, position_L)
     learned_L = position_L  # as the embedding reads them; attention has no others than its tokens'
-    if stage.restarts_positions:
+    if chunk.restarts_positions:
         in_documents_BL = ops.positions_in_documents(of_tokens["segment_BL"])
-        learned_L = _cut_sequences(stage, ops.to_parts(in_documents_BL, kernels))
+        learned_L = _cut_sequences(chunk, ops.to_parts(in_documents_BL, kernels))
     values: Values = {}
     weighted: jax.Array | None = None
     functions: dict[Kind, Callable] = {}
-    for layer, kind in stage.kinds.items():
-        own, of_own = _parameters(stage, layer, params, fixed)
+    for layer, kind in chunk.kinds.items():
+        own, of_own = _parameters(chunk, layer, params, fixed)
         context = Context(
-            model=stage.model,
+            model=chunk.model,
             kind=kind,
             kernels=kernels,
             position_L=learned_L if kind.place == "first" else position_L,
@@ -109,11 +109,11 @@ def apply(
             target_BL=batch["target_BL"] if kind.place == "last" and kind.reads is None else None,
             batch={array.name: batch[array.name] for array in kind.reads or ()},
             segment_BL=batch.get("segment_BL") if kind.place == "middle" else None,
-            key_Bk=keys_of(stage.seed, layer, sequence_B) if kind.draws else None,
+            key_Bk=keys_of(chunk.seed, layer, sequence_B) if kind.draws else None,
             trains=sequence_B[0] >= 0 if kind.draws else None,
         )
         if kind not in functions:
-            functions[kind] = _function(stage, kind, of_own)
+            functions[kind] = _function(chunk, kind, of_own)
         auxiliary: Auxiliary
         x_BLD, auxiliary = functions[kind](own, x_BLD, context)
         for name, weight in kind.losses:
@@ -124,40 +124,40 @@ def apply(
         for parameter in changing(kind):
             total = auxiliary.sums[parameter.name].astype(jnp.float32)
             values[f"{layer}/{parameter.name}"] = total
-        if kind.place != "last" and stage.has_statistics:
+        if kind.place != "last" and chunk.has_statistics:
             name = layer_statistics.ACTIVATIONS + kind.name
             values[name] = values.get(name, 0.0) + layer_statistics.activation_square(x_BLD)
         if kind.place != "last":
-            x_BLD = _cut_sequences(stage, x_BLD)
+            x_BLD = _cut_sequences(chunk, x_BLD)
     assert x_BLD is not None
-    return (x_BLD if stage.is_last else ops.from_parts(x_BLD, kernels), weighted), values
+    return (x_BLD if chunk.is_last else ops.from_parts(x_BLD, kernels), weighted), values
 
 
-def _parameters(stage: Chunk, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:
+def _parameters(chunk: Chunk, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:
     """The parameters that a layer reads, and what is stated of them."""
     own = merged(params[layer], fixed.get(layer, {}))
-    of_own = merged(stage.statements[layer], coded_weights.of_layer(stage.held[layer]))
-    if TABLE in stage.kinds[layer].borrows:
+    of_own = merged(chunk.statements[layer], coded_weights.of_layer(chunk.held[layer]))
+    if TABLE in chunk.kinds[layer].borrows:
         of_embed = merged(params[EMBED], fixed.get(EMBED, {}))
         own = {**own, TABLE: of_embed["token_VD"]}
-        of_own = {**of_own, TABLE: stage.statements[EMBED]["token_VD"]}
+        of_own = {**of_own, TABLE: chunk.statements[EMBED]["token_VD"]}
     return own, of_own
 
 
-def _function(stage: Chunk, kind: Kind, statements: Tree) -> Callable:
+def _function(chunk: Chunk, kind: Kind, statements: Tree) -> Callable:
     """The function that computes the layers of a kind here.
 
     JAX traces, differentiates and lowers it once, however many layers call it. XLA puts it in the
     place of each call, so it compiles what it would compile without.
     """
     if kind.place != "middle":
-        return _gathered(stage, statements, function_of(kind), "none")
-    run = _gathered(stage, statements, function_of(kind), stage.plan.activation_checkpointing)
+        return _gathered(chunk, statements, function_of(kind), "none")
+    run = _gathered(chunk, statements, function_of(kind), chunk.plan.activation_checkpointing)
     # A backward is divided by its equations: there each layer has its own.
-    return jax.jit(run, inline=stage.plan.order.splits_backward)
+    return jax.jit(run, inline=chunk.plan.order.splits_backward)
 
 
-def _gathered(stage: Chunk, statements: Tree, run: Callable, policy: str) -> Callable:
+def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Callable:
     """`run(params, *args)` for parameters of which each device has a part.
 
     The function gathers the parameters, and gathers them again for its gradient: nothing of their
@@ -165,7 +165,7 @@ def _gathered(stage: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
     the parameters are. Arrays that the policy of checkpointing does not save are computed again.
     """
     run = checkpointed(run, policy)
-    if policy == "none" and stage.num_parts == 1:
+    if policy == "none" and chunk.num_parts == 1:
         return run
 
     def cast(dtype: str) -> Callable[[Tree], Tree]:
@@ -173,10 +173,10 @@ def _gathered(stage: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
         cast = lambda own, x: x if own.changes else x.astype(dtype)
         return functools.partial(jax.tree.map, cast, statements)
 
-    narrow, widen = cast(stage.compute_dtype), cast("float32")
-    constrain = functools.partial(_constrain, stage, statements)
+    narrow, widen = cast(chunk.compute_dtype), cast("float32")
+    constrain = functools.partial(_constrain, chunk, statements)
     gather = lambda params: widen(constrain(params, sharding.tensor_spec))
-    shard_spec = functools.partial(sharding.shard_spec, sizes=stage.mesh.shape)
+    shard_spec = functools.partial(sharding.shard_spec, sizes=chunk.mesh.shape)
 
     @jax.custom_vjp
     def gathered(params: Tree, *args: Any) -> Tree:
@@ -200,22 +200,22 @@ def _gathered(stage: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
     return gathered
 
 
-def _constrain(stage: Chunk, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:
-    if stage.num_parts == 1:
+def _constrain(chunk: Chunk, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:
+    if chunk.num_parts == 1:
         return params
 
     def constrain(parameter: Parameter, x: jax.Array) -> jax.Array:
-        where = NamedSharding(stage.mesh, spec(parameter.dims))
+        where = NamedSharding(chunk.mesh, spec(parameter.dims))
         return jax.lax.with_sharding_constraint(x, where)
 
     return jax.tree.map(constrain, statements, params)
 
 
-def _cut_sequences(stage: Chunk, x_BLD: jax.Array) -> jax.Array:
+def _cut_sequences(chunk: Chunk, x_BLD: jax.Array) -> jax.Array:
     """The sequences of a replica stay cut over `fsdp` and `context`."""
-    if stage.num_parts == 1:
+    if chunk.num_parts == 1:
         return x_BLD
-    where = NamedSharding(stage.mesh, sharding.part_spec(stage.mesh.shape))
+    where = NamedSharding(chunk.mesh, sharding.part_spec(chunk.mesh.shape))
     return jax.lax.with_sharding_constraint(x_BLD, where)
 
 
@@ -223,24 +223,24 @@ def _cut_sequences(stage: Chunk, x_BLD: jax.Array) -> jax.Array:
 # weights. Only between programs are the arrays of replicas stacked along R.
 
 
-def on_replicas(stage: Chunk, function: Callable) -> Callable:
+def on_replicas(chunk: Chunk, function: Callable) -> Callable:
     """`function(shared, *args)` of what one replica has, on each; it gives no scalars.
 
     Arrays are cut, and results joined, along their first dim. All replicas have the whole of
     `shared`, and scalars.
     """
-    if stage.num_replicas == 1:
+    if chunk.num_replicas == 1:
         return function
     data = Axis.DATA.value
 
     def run(shared: Tree, *args: Any) -> Any:
-        if stage.mesh.size == stage.num_replicas:
+        if chunk.mesh.size == chunk.num_replicas:
             specs = jax.tree.map(lambda x: P(data) if jnp.ndim(x) else P(), args)
             whole = jax.tree.map(lambda _: P(), shared)
-            return stage.on_shards(function, (whole, *specs), P(data))(shared, *args)
+            return chunk.on_shards(function, (whole, *specs), P(data))(shared, *args)
         # XLA aborts where it has to cut a lookup over other axes inside of that.
         dims = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, args)
-        by_replica = lambda x: x.reshape(stage.num_replicas, -1, *x.shape[1:]) if jnp.ndim(x) else x
+        by_replica = lambda x: x.reshape(chunk.num_replicas, -1, *x.shape[1:]) if jnp.ndim(x) else x
         mapped = jax.vmap(function, in_axes=(None, *dims), spmd_axis_name=data)
         results = mapped(shared, *jax.tree.map(by_replica, args))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
@@ -248,18 +248,18 @@ def on_replicas(stage: Chunk, function: Callable) -> Callable:
     return run
 
 
-def stack(stage: Chunk, tree: Tree) -> Tree:
+def stack(chunk: Chunk, tree: Tree) -> Tree:
     """The arrays of a replica with a dim R, along which they are joined; a single one has none."""
-    return tree if stage.num_replicas == 1 else jax.tree.map(lambda x: x[None], tree)
+    return tree if chunk.num_replicas == 1 else jax.tree.map(lambda x: x[None], tree)
 
 
-def unstack(stage: Chunk, tree: Tree) -> Tree:
+def unstack(chunk: Chunk, tree: Tree) -> Tree:
     """The opposite of `stack`."""
-    return tree if stage.num_replicas == 1 else jax.tree.map(lambda x: x[0], tree)
+    return tree if chunk.num_replicas == 1 else jax.tree.map(lambda x: x[0], tree)
 
 
 def forward(
-    stage: Chunk, fixed: Tree, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
+    chunk: Chunk, fixed: Tree, replicas: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[jax.Array, Values, Residuals]:
     """One microbatch: the boundary, or the losses; auxiliary values; what backward needs.
 
@@ -267,7 +267,7 @@ def forward(
     added over `data` here: replicas would wait for each other in every microbatch.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       fixed: what does not train.
       replicas: the parameters, from `Chunk.gather`.
       x_BLD: the boundary that comes in; None on the first stage.
@@ -275,29 +275,29 @@ def forward(
     """
     if "sequence" in batch:  # the number of the first one: each replica has some of them
         first, rest = batch["sequence"], {k: x for k, x in batch.items() if k != "sequence"}
-        sequence_B = jnp.where(first < 0, -1, first + jnp.arange(stage.microbatch_size))
+        sequence_B = jnp.where(first < 0, -1, first + jnp.arange(chunk.microbatch_size))
         batch = {**rest, "sequence_B": sequence_B}
-    return on_replicas(stage, functools.partial(_forward, stage))(fixed, replicas, x_BLD, batch)
+    return on_replicas(chunk, functools.partial(_forward, chunk))(fixed, replicas, x_BLD, batch)
 
 
 def _forward(
-    stage: Chunk, fixed: Tree, replica: Tree, x_BLD: jax.Array | None, batch: Batch
+    chunk: Chunk, fixed: Tree, replica: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[jax.Array, Values, Residuals]:
     """On one replica, [1, ...]."""
     params, wide = coded_weights.widened(replica, fixed)
-    if stage.is_first:
-        run = lambda p: apply(stage, p, wide, None, batch)
+    if chunk.is_first:
+        run = lambda p: apply(chunk, p, wide, None, batch)
         (out, _), pullback, values = jax.vjp(run, params, has_aux=True)
     else:
-        run_on = lambda p, x: apply(stage, p, wide, x, batch)
+        run_on = lambda p, x: apply(chunk, p, wide, x, batch)
         (out, _), pullback, values = jax.vjp(run_on, params, x_BLD, has_aux=True)
-    saved = stack(stage, Residuals.of(pullback, (params, wide)))
+    saved = stack(chunk, Residuals.of(pullback, (params, wide)))
     values = jax.tree.map(lambda x: x[None], values)
-    return (out[None] if stage.is_last else out), values, saved
+    return (out[None] if chunk.is_last else out), values, saved
 
 
 def backward(
-    stage: Chunk,
+    chunk: Chunk,
     fixed: Tree,
     replicas: Tree,
     saved: Residuals,
@@ -308,7 +308,7 @@ def backward(
     """Adds the microbatch's share to the gradients; also the gradient of the stage's input.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       fixed: what does not train, as `forward` read it.
       replicas: the parameters, as `forward` read them.
       saved: the residuals of the same microbatch.
@@ -320,13 +320,13 @@ def backward(
     Returns:
       The gradients, and dx_BLD. The first stage has no input to differentiate: a zero.
     """
-    run = on_replicas(stage, functools.partial(_backward, stage))
+    run = on_replicas(chunk, functools.partial(_backward, chunk))
     gradients, dx = run(fixed, replicas, saved, gradients, dy, weight)
     return gradients, dx[0] if dx else jnp.zeros(())
 
 
 def _backward(
-    stage: Chunk,
+    chunk: Chunk,
     fixed: Tree,
     replica: Tree,
     saved: Residuals,
@@ -334,24 +334,24 @@ def _backward(
     *cotangents: jax.Array | None,
 ) -> tuple[Tree, list[jax.Array]]:
     """On one replica, [1, ...]; the second result is empty on the first stage."""
-    new, dx = replica_gradients(stage, fixed, replica, saved, *cotangents)
+    new, dx = replica_gradients(chunk, fixed, replica, saved, *cotangents)
     return accumulate(gradients, new), dx
 
 
 def replica_gradients(
-    stage: Chunk, fixed: Tree, replica: Tree, saved: Residuals, *cotangents: jax.Array | None
+    chunk: Chunk, fixed: Tree, replica: Tree, saved: Residuals, *cotangents: jax.Array | None
 ) -> tuple[Tree, list[jax.Array]]:
     """The microbatch's share, float32, of one replica; the gradient of its input, if any.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       fixed: what does not train, as `forward` read it.
       replica: the parameters, [1, ...].
       saved: the residuals of the same microbatch.
       cotangents: `dy` and `weight` of `backward`.
     """
     params = coded_weights.widened(replica, fixed)
-    new, *dx = unstack(stage, saved).restore(params)(cotangents)
+    new, *dx = unstack(chunk, saved).restore(params)(cotangents)
     return new, dx
 
 
@@ -369,26 +369,26 @@ def accumulate(gradients: Tree, new: Tree) -> Tree:
 
 
 def first_forward(
-    stage: Chunk, fixed: Tree, params: Tree, x_BLD: jax.Array | None, batch: Batch
+    chunk: Chunk, fixed: Tree, params: Tree, x_BLD: jax.Array | None, batch: Batch
 ) -> tuple[Tree, jax.Array, Values, Residuals]:
     """`gather` and `forward`: the replicas, and what `forward` returns.
 
     Args:
-      stage: the chunk.
+      chunk: the chunk.
       fixed: what does not train.
       params: masters.
       x_BLD: the boundary that comes in; None on the first stage.
       batch: what the stage reads of the microbatch.
     """
-    replicas = stage.gather(params)
-    return replicas, *forward(stage, fixed, replicas, x_BLD, batch)
+    replicas = chunk.gather(params)
+    return replicas, *forward(chunk, fixed, replicas, x_BLD, batch)
 
 
-def reducing(stage: Chunk, backward: Callable[..., tuple]) -> Callable[..., tuple]:
+def reducing(chunk: Chunk, backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """`backward` and `reduce`: the gradients, its first result, come out reduced."""
 
     def last(*args: Any) -> tuple:
         gradients, *rest = backward(*args)
-        return stage.reduce(gradients), *rest
+        return chunk.reduce(gradients), *rest
 
     return last

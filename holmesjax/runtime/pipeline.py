@@ -26,7 +26,7 @@ from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.end_of_step import Metrics, auxiliary, sums_of_layers
 from holmesjax.runtime.in_flight import TasksAhead
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
-from holmesjax.runtime.overlapped_work import BUSY, Meanwhile
+from holmesjax.runtime.overlapped_work import BUSY, OverlappedWork
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
 from holmesjax.runtime.stage_crossings import above, below, crossings, local_targets
@@ -75,33 +75,33 @@ class Pipeline:
     ):
         self._plan, self._transport = plan, transport
         self._waits_for = waits_for
-        self.placer = Placer(plan, [p.stage for p in programs])
-        self._programs = {p.stage.index: p for p in programs}
+        self.placer = Placer(plan, [p.chunk for p in programs])
+        self._programs = {p.chunk.index: p for p in programs}
         self._last = len(plan.chunks) - 1
         self._here = sorted({plan.chunks[v][0] for v in self._programs})
         # Of each stage, from one step or validation batch to the next.
         self._in_flight = {s: TasksAhead() for s in self._here}
         # Stages that other processes share: what arrives late in one is in time in another.
         self._shared = {
-            plan.chunks[v][0] for v, p in self._programs.items() if p.stage.mesh.is_multi_process
+            plan.chunks[v][0] for v, p in self._programs.items() if p.chunk.mesh.is_multi_process
         }
         self._tasks = plan.tasks()
         self._forwards = [tuple(t for t in tasks if t.kind == "F") for tasks in self._tasks]
-        stage = programs[0].stage
+        stage = programs[0].chunk
         self._is_tied = stage.model.sums_table and self._last > 0
         self._links = {crossing.name: crossing.link for crossing in crossings(stage)}
         self._round = 0  # counts train steps and validation batches: part of each key
 
     def init(self, seed: int, drawn: Callable[[], None] = _nothing) -> list[ChunkState]:
         """The states of the chunks here; `drawn` is called after each layer."""
-        return [programs.stage.init(seed, drawn) for programs in self._programs.values()]
+        return [programs.chunk.init(seed, drawn) for programs in self._programs.values()]
 
     def train_step(
         self,
         states: Sequence[ChunkState],
         inputs: Inputs,
         timeline: Timeline,
-        meanwhile: Meanwhile = BUSY,
+        meanwhile: OverlappedWork = BUSY,
     ) -> tuple[list[ChunkState], Metrics]:
         """One optimizer step on the global batch; the old states are donated."""
         count = len(next(iter(inputs.microbatches.values())))
@@ -296,7 +296,7 @@ class Pipeline:
         v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
         programs, saved = self._programs[v], flight.saved.pop(m)
         dy = self._transport.fetch(key) if key else weight
-        cotangents = dy, weight if programs.stage.has_auxiliary_losses else None
+        cotangents = dy, weight if programs.chunk.has_auxiliary_losses else None
         held = flight.fixed, flight.replicas, saved
         if programs.is_split:
             dx, passed = programs["input_gradient"](*held, *cotangents)
@@ -344,18 +344,18 @@ class Pipeline:
         own: dict[int, jax.Array] = {}
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
             s = self._plan.chunks[v][0]
-            values_MR = auxiliary(programs.stage, self._by_name(flights[v]))
+            values_MR = auxiliary(programs.chunk, self._by_name(flights[v]))
             weight = weights[v] if values_MR else None
             watched = None if state.recent is None else loss, state.recent
-            measured = state.params if programs.stage.has_statistics else None
+            measured = state.params if programs.chunk.has_statistics else None
             args = reduced[v], values_MR, weight, *watched, measured
-            norm = programs["square_norm"](*args)
+            norm = programs["chunk_totals"](*args)
             own[s] = own[s] + norm if s in own else norm
         norms = self._share_norms(own, idle)
         new_states, metrics = [], {}
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
             s = self._plan.chunks[v][0]
-            sums_MR = sums_of_layers(programs.stage, self._by_name(flights[v]))
+            sums_MR = sums_of_layers(programs.chunk, self._by_name(flights[v]))
             state, metrics = programs["update"](state, reduced[v], norms[s], sums_MR)
             timeline.watch(s, "U", None, None, metrics["grad_norm"])
             new_states.append(state)
@@ -403,9 +403,9 @@ class Pipeline:
     def _put_weight(self, weight: float) -> dict[int, jax.Array]:
         """The weight of a token in the loss, for the chunks here that have losses or values."""
         return {
-            v: sharding.put(np.float32(weight), sharding.replicated(programs.stage.mesh))
+            v: sharding.put(np.float32(weight), sharding.replicated(programs.chunk.mesh))
             for v, programs in self._programs.items()
-            if v == self._last or programs.stage.has_auxiliary
+            if v == self._last or programs.chunk.has_auxiliary
         }
 
     def _total(
@@ -444,22 +444,22 @@ class _Once:
 
 
 def make_runner(
-    plan: Plan, stages: Sequence[Chunk], *, evaluates: bool = True, ramps: bool = False
+    plan: Plan, chunks: Sequence[Chunk], *, evaluates: bool = True, ramps: bool = False
 ) -> Pipeline | WholeStep:
     """Compiles the chunks of a plan, all of them in this process.
 
     Args:
       plan: of the run.
-      stages: all chunks.
+      chunks: all of them.
       evaluates: whether the run has validations.
       ramps: whether some steps have fewer microbatches: a step is then no program of its own.
     """
-    if len(stages) == 1 and not ramps:
-        return WholeStep(compile_whole_step(stages[0], evaluates=evaluates))
-    return in_one_process(plan, compile_chunks(stages))
+    if len(chunks) == 1 and not ramps:
+        return WholeStep(compile_whole_step(chunks[0], evaluates=evaluates))
+    return in_one_process(plan, compile_chunks(chunks))
 
 
 def in_one_process(plan: Plan, programs: Sequence[Programs]) -> Pipeline:
     """The pipeline of a plan whose stages are all here."""
-    targets = local_targets([p.stage for p in programs])
+    targets = local_targets([p.chunk for p in programs])
     return Pipeline(plan, programs, LocalTransport(targets))

@@ -44,18 +44,18 @@ class Placer:
 
     Args:
       plan: of the run.
-      stages: the chunks of this process.
+      chunks: those of this process.
       is_one_program: whether a training step is one program, which takes all microbatches at once.
     """
 
-    def __init__(self, plan: Plan, stages: Sequence[Chunk], *, is_one_program: bool = False):
-        self._stages = stages
+    def __init__(self, plan: Plan, chunks: Sequence[Chunk], *, is_one_program: bool = False):
+        self._chunks = chunks
         self._num_microbatches = plan.microbatches
         self._is_one_program = is_one_program
-        self.names = sorted({name for stage in stages for name in stage.inputs})
+        self.names = sorted({name for chunk in chunks for name in chunk.inputs})
         microbatch, held = plan.global_batch // plan.microbatches, set[int]()
-        for stage in stages:
-            for x in batch_shapes(stage).values():
+        for chunk in chunks:
+            for x in batch_shapes(chunk).values():
                 for rows, *_ in x.sharding.addressable_devices_indices_map(x.shape).values():
                     held.update(range(microbatch)[rows])
         self._held_N = np.array(sorted(held), int)
@@ -86,25 +86,25 @@ class Placer:
         host_MN = {name: host[name].reshape(*shape, *host[name].shape[1:]) for name in self.names}
         of_mesh: dict[Any, list[jax.Array]] = {}  # what several chunks of a stage read is put once
         placed: dict[int, list[Batch]] = {}
-        for stage in self._stages:
+        for chunk in self._chunks:
             is_stacked = trains and self._is_one_program
-            shapes = batch_shapes(stage, self._num_microbatches if is_stacked else None)
+            shapes = batch_shapes(chunk, self._num_microbatches if is_stacked else None)
             for name, x in shapes.items():
-                if (stage.mesh, name) not in of_mesh:
+                if (chunk.mesh, name) not in of_mesh:
                     parts = host_MN[name][None] if is_stacked else host_MN[name]
-                    of_mesh[stage.mesh, name] = [
+                    of_mesh[chunk.mesh, name] = [
                         self._put(part, x, num_leading=int(is_stacked)) for part in parts
                     ]
             num_parts = 1 if is_stacked else num_microbatches
-            placed[stage.index] = [
-                {name: of_mesh[stage.mesh, name][m] for name in shapes} for m in range(num_parts)
+            placed[chunk.index] = [
+                {name: of_mesh[chunk.mesh, name][m] for name in shapes} for m in range(num_parts)
             ]
-            if stage.draws:
+            if chunk.draws:
                 start_M = self._start_M[:num_microbatches]
                 first_M = first_sequence + start_M if trains else -np.ones_like(start_M)
-                for m, batch in enumerate(placed[stage.index]):
+                for m, batch in enumerate(placed[chunk.index]):
                     own = first_M if is_stacked else first_M[m]
-                    batch["sequence"] = sharding.put(own, sharding.replicated(stage.mesh))
+                    batch["sequence"] = sharding.put(own, sharding.replicated(chunk.mesh))
         return Inputs(num_targets=num_targets, microbatches=placed)
 
     def place_all(

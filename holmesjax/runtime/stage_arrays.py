@@ -33,26 +33,26 @@ class StageArrays:
         return jax.tree.map(lambda x: x.sharding, self.params)
 
 
-def of(stages: Sequence[Chunk], states: Sequence[ChunkState]) -> tuple[StageArrays, ...]:
+def of(chunks: Sequence[Chunk], states: Sequence[ChunkState]) -> tuple[StageArrays, ...]:
     """The arrays of each stage of the plan, from those of its chunks in model order."""
-    plan = stages[0].plan
-    found = []
-    for index, own in enumerate(plan.stages):
-        chunks = [
-            (stage, state)
-            for stage, state in zip(stages, states, strict=True)
-            if plan.chunks[stage.index][0] == index
+    plan = chunks[0].plan
+    arrays = []
+    for index, stage in enumerate(plan.stages):
+        held = [
+            (chunk, state)
+            for chunk, state in zip(chunks, states, strict=True)
+            if plan.chunks[chunk.index][0] == index
         ]
-        found.append(
+        arrays.append(
             StageArrays(
-                cluster=own.cluster,
-                layers=own.layers,
-                mesh=chunks[0][0].mesh,
-                params=union([params_of(state) for _, state in chunks]),
-                opt_state=union([state.opt_state for _, state in chunks]),
+                cluster=stage.cluster,
+                layers=stage.layers,
+                mesh=held[0][0].mesh,
+                params=union([params_of(state) for _, state in held]),
+                opt_state=union([state.opt_state for _, state in held]),
             )
         )
-    return tuple(found)
+    return tuple(arrays)
 
 
 def params_of(state: ChunkState) -> Tree:

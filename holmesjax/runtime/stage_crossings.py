@@ -14,7 +14,7 @@ from holmesjax.runtime.program_shapes import boundary_shape, totals_shape
 from holmesjax.transport.crossings import Crossing
 
 
-def crossings(stage: Chunk) -> tuple[Crossing, ...]:
+def crossings(chunk: Chunk) -> tuple[Crossing, ...]:
     """Everything that crosses between the chunks of a plan, as any one of them can tell.
 
     Chunk v gives "F<v>" forward and "B<v>" back; with tied embeddings, the first and the last chunk
@@ -22,9 +22,9 @@ def crossings(stage: Chunk) -> tuple[Crossing, ...]:
     the gradients of stages 0 to s, with their auxiliary values. It gives the stage before "norms
     from <s>": the same of stage s to the last.
     """
-    plan, last = stage.plan, len(stage.plan.chunks) - 1
+    plan, last = chunk.plan, len(chunk.plan.chunks) - 1
     homes = [home for home, _ in plan.chunks]
-    boundary = boundary_shape(stage)
+    boundary = boundary_shape(chunk)
     found = []
 
     def add(
@@ -56,15 +56,15 @@ def crossings(stage: Chunk) -> tuple[Crossing, ...]:
         for name, a, b in ((f"F{v}", v, v + 1), (f"B{v + 1}", v + 1, v)):
             ends, dtype = (homes[a], homes[b]), str(boundary.dtype)
             add(name, *ends, boundary.shape, dtype, sharding.batch_spec)
-    if stage.model.sums_table and last > 0:
-        table = statements(stage.model)[EMBED]["token_VD"]
+    if chunk.model.sums_table and last > 0:
+        table = statements(chunk.model)[EMBED]["token_VD"]
         for a, b in ((0, last), (last, 0)):
             ends = homes[a], homes[b]
             add(f"table{a}", *ends, table.shape, "float32", partial(_table_spec, table))
     replicated = lambda sizes: P()
     for s in range(len(plan.stages) - 1):
         for name, a, b in ((below(s), s, s + 1), (above(s + 1), s + 1, s)):
-            add(name, a, b, totals_shape(stage).shape, "float32", replicated, is_whole=True)
+            add(name, a, b, totals_shape(chunk).shape, "float32", replicated, is_whole=True)
     return tuple(found)
 
 
@@ -80,16 +80,16 @@ def _table_spec(table: Parameter, sizes: sharding.Sizes) -> P:
     return sharding.master_spec(table.dims, table.shape, sizes)
 
 
-def local_targets(stages: Sequence[Chunk]) -> dict[str, tuple[NamedSharding, str | None]]:
+def local_targets(chunks: Sequence[Chunk]) -> dict[str, tuple[NamedSharding, str | None]]:
     """The sharding at its target of each crossing between stages of a process, and its link.
 
     None for what is not counted.
     """
-    meshes = {stage.plan.chunks[stage.index][0]: stage.mesh for stage in stages}
+    meshes = {chunk.plan.chunks[chunk.index][0]: chunk.mesh for chunk in chunks}
     return {
         crossing.name: (
             sharding.from_axes(meshes[crossing.target], crossing.target_spec),
             None if crossing.is_whole else crossing.link,
         )
-        for crossing in crossings(stages[0])
+        for crossing in crossings(chunks[0])
     }

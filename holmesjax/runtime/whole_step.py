@@ -9,7 +9,7 @@ from holmesjax.parallel import sharding
 from holmesjax.runtime.chunk import ChunkState
 from holmesjax.runtime.end_of_step import Metrics
 from holmesjax.runtime.in_flight import TasksAhead
-from holmesjax.runtime.overlapped_work import BUSY, Meanwhile
+from holmesjax.runtime.overlapped_work import BUSY, OverlappedWork
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
 from holmesjax.runtime.timeline import Timeline
@@ -20,24 +20,24 @@ class WholeStep:
 
     def __init__(self, programs: Programs):
         self._programs = programs
-        self.placer = Placer(programs.stage.plan, [programs.stage], is_one_program=True)
+        self.placer = Placer(programs.chunk.plan, [programs.chunk], is_one_program=True)
         self._in_flight = TasksAhead()  # forwards of validations
 
     def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> list[ChunkState]:
-        return [self._programs.stage.init(seed, drawn)]
+        return [self._programs.chunk.init(seed, drawn)]
 
     def train_step(
         self,
         states: Sequence[ChunkState],
         inputs: Inputs,
         timeline: Timeline,
-        meanwhile: Meanwhile = BUSY,
+        meanwhile: OverlappedWork = BUSY,
     ) -> tuple[list[ChunkState], Metrics]:
-        stage = self._programs.stage
+        chunk = self._programs.chunk
         weight = sharding.put(
-            np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(stage.mesh)
+            np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(chunk.mesh)
         )
-        [batch_M] = inputs.microbatches[stage.index]
+        [batch_M] = inputs.microbatches[chunk.index]
         state, metrics = self._programs["step"](states[0], batch_M, weight)
         timeline.watch(0, "S", None, None, metrics["loss"])
         meanwhile.nearly()
@@ -46,7 +46,7 @@ class WholeStep:
 
     def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> jax.Array:
         """Sum of the losses of a batch's tokens."""
-        programs, stage = self._programs, self._programs.stage
+        programs, stage = self._programs, self._programs.chunk
         replicas, losses = programs.gather(states[0].params), []
         for batch in inputs.microbatches[stage.index]:
             while self._in_flight.is_full():

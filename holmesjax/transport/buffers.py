@@ -4,29 +4,10 @@ import itertools
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
 
 import numpy as np
 
 ALIGNMENT = 64  # bytes; JAX takes over host memory without a copy only so
-
-
-# glibc's allocator with one heap that is never given back. XLA:CPU asks for its temporaries anew on
-# each call of a program; by default their pages go back to the kernel, and each is a fault when it
-# is touched again (docs/measurements.md).
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
-
-
-def allocator_for(kinds: Collection[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Returns the allocator's variables for these kinds of devices; none if the user has set some.
-
-    >>> allocator_for({"h100"}, {})
-    {}
-    >>> allocator_for({"cpu"}, {"MALLOC_ARENA_MAX": "4"})
-    {}
-    """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in own)
-    return {} if chosen or set(kinds) != {"cpu"} else dict(ALLOCATOR)
 
 
 class BufferPool:

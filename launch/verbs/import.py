@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, resume
+from holmesjax.checkpoints import committing, manifest, resume
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import ModelConfig
 from holmesjax.data import tokenizer_paths
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             keeps.after_failure(0)
             raise
         job.save()  # last, so that a folder whose import has failed can be named again
-        resume.Start(job=job).commit(0, arrays, files, data={})
+        committing.commit(resume.Start(job=job), 0, arrays, files, data={})
         keeps.after_commit(0)
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())
     print(f"imported    {num_parameters:,} parameters of {source}, {weights.dtype}")

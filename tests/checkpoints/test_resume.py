@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, resume
+from holmesjax.checkpoints import committing, manifest, resume
 from holmesjax.errors import REQUEUE, CheckpointError, ConfigError, LostDataError
 from holmesjax.hosts import computing
 from holmesjax.optimizers.learning_rates import learning_rate
@@ -40,7 +40,7 @@ def checkpoint(job, *, steps):
     start = resume.find(job, (), print)
     job.save(start.step)
     manifest.begin(job.run_dir, steps)
-    start.commit(steps, {}, {}, data=DATA)
+    committing.commit(start, steps, {}, {}, data=DATA)
     return start
 
 
@@ -369,7 +369,7 @@ def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Placer, "place", note)
 
-    clusters = {"a": (4,), "b": (4,)}  # as many devices as there are
+    clusters = {"a": (8,)}  # as many devices as there are
     train(tmp_path, clusters, "train.steps=4")
     settings = ["train.steps=8", "train.global_batch=4"]
     trainer, told = train(tmp_path, clusters, *settings, allow="train.global_batch")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from holmesjax.config import CHECKOUT
-from tests.hugging_face.test_end_to_end import write_folder
+from tests.hugging_face.model_folders import write_folder
 from tests.jobs import run_launch_here
-from tests.test_documents import PAGES
+from tests.pages import PAGES
 
 RUN = """
 topology: configs/topologies/ib_roce.yaml
@@ -110,7 +110,7 @@ OTHERS = {
 # Python that needs more than a run, and the tests that run it.
 PYTHON_ELSEWHERE = {
     "docs/api.md": "test_documents.py",
-    "docs/checkpoints.md": "checkpoints/test_checkpoint.py",
+    "docs/checkpoints.md": "checkpoints/test_restoring.py",
     "docs/extending.md": "toys/test_page.py",
     "docs/extending_models.md": "models/test_added_family.py",
     "docs/extending_training.md": "data/test_random_access.py",

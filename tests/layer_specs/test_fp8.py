@@ -14,7 +14,7 @@ from holmesjax.config import Fp8Config, OptimizerConfig
 from holmesjax.costs.products import layer_products, train_flop
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.distinct_kinds import kinds
-from holmesjax.layer_specs.kind import Numbers
+from holmesjax.layer_specs.kind import PerToken
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params, merged
@@ -22,8 +22,8 @@ from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("fp8")
 
@@ -42,7 +42,7 @@ FLIPPED_RTOL = 2e-3
 CASES = {
     "one program, sequences cut, computed again": (
         Fp8Config(history=HISTORY),
-        hand_made_plan((2,), 2, 1, context=2, microbatches=2, remat="full"),
+        hand_made_plan((2,), 2, 1, context=2, microbatches=2, checkpointing="full"),
     ),
     "split backward, unlike stages": (
         Fp8Config(history=HISTORY, exclude_down=True),
@@ -50,7 +50,7 @@ CASES = {
     ),
     "two stages, computed again": (
         Fp8Config(scaling="current", exclude_last=1),
-        hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), remat="dots"),
+        hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), checkpointing="dots"),
     ),
 }
 
@@ -165,28 +165,30 @@ PRODUCTS = (  # of a forward, and of a backward
 )
 
 
-@pytest.mark.parametrize("cut", [{}, {"fsdp": 2, "remat": "full"}], ids=["one device", "fsdp"])
+@pytest.mark.parametrize(
+    "cut", [{}, {"fsdp": 2, "checkpointing": "full"}], ids=["one device", "fsdp"]
+)
 def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
     """Both operands of a product have the contracted dim last; gradients are added up precisely.
 
     cuBLAS has no other products of fp8 on Hopper: XLA would transpose an operand before each. XLA
     lets it add up fast where the precision is DEFAULT.
     """
-    stage, _ = make_chunks(MODEL, hand_made_plan((1, 1), 1, 1, **cut), dtype="bfloat16")
-    fixed, replicas, batch = stage.state_shapes.fixed, replica_shapes(stage), batch_shapes(stage)
-    forward = functools.partial(microbatch.forward, stage)
+    chunk, _ = make_chunks(MODEL, hand_made_plan((1, 1), 1, 1, **cut), dtype="bfloat16")
+    fixed, replicas, batch = chunk.state_shapes.fixed, replica_shapes(chunk), batch_shapes(chunk)
+    forward = functools.partial(microbatch.forward, chunk)
     dy, _, saved = jax.eval_shape(forward, fixed, replicas, None, batch)
-    backward = functools.partial(microbatch.backward, stage, weight=None)
-    held = fixed, replicas, saved, gradient_shapes(stage)
+    backward = functools.partial(microbatch.backward, chunk, weight=None)
+    held = fixed, replicas, saved, gradient_shapes(chunk)
     text_of = lambda run, *args: jax.jit(run).lower(*args).as_text()
-    gather = text_of(stage.gather, stage.state_shapes.params)
+    gather = text_of(chunk.gather, chunk.state_shapes.params)
     texts = [text_of(forward, fixed, replicas, None, batch), text_of(backward, *held, dy)]
-    again = 6 * ("remat" in cut)  # a backward does not read the result of `down`
+    again = 6 * ("checkpointing" in cut)  # a backward does not read the result of `down`
     for text, counts in zip(texts, [(7, 0), (again, 14)], strict=True):
         found = Counter((*own[:2], *sorted(own[2:])) for own in FP8_DOT.findall(text))
         assert found == +Counter(dict(zip(PRODUCTS, counts, strict=True)))
         assert not re.search(r"transpose .*xf8", text)
-    weights = [own for own in stage.held["block_000"].values() if isinstance(own, ops.Coded)]
+    weights = [own for own in chunk.held["block_000"].values() if isinstance(own, ops.Coded)]
     shapes = ["x".join(map(str, own.shape)) for w in weights for own in (w.codes, w.transposed)]
     assert len(weights) == 7
     coded = lambda text: Counter(re.findall(r"convert .* -> tensor<(\w+)xf8E4M3FN>", text))
@@ -211,7 +213,7 @@ def test_costs_know_fp8():
     assert {own.dtype for own in layer_products(block, 8)} == {"float8"}
     assert {own.dtype for own in layer_products(kinds(MODEL).head, 8)} == {""}
     assert train_flop(MODEL, 8) == train_flop(plain, 8)
-    assert block.kept == dataclasses.replace(before.kept, codes=Numbers(2 * MODEL.width))
+    assert block.kept == dataclasses.replace(before.kept, codes=PerToken(2 * MODEL.width))
     assert block.size() - before.size() == 4 * HISTORY
 
 
@@ -222,8 +224,8 @@ def trained(model):
     """Losses of some steps on text, on one device."""
     plan = hand_made_plan((2,), 1, 1)
     config = OptimizerConfig(learning_rate=1e-2, schedule="constant")
-    [stage] = make_chunks(model, plan, config=config, dtype="bfloat16")
-    runner = make_runner(plan, [stage], evaluates=False)
+    [chunk] = make_chunks(model, plan, config=config, dtype="bfloat16")
+    runner = make_runner(plan, [chunk], evaluates=False)
     states, clock, losses = runner.init(SEED), Clock(1), []
     random, length = np.random.default_rng(0), model.context_length
     text = np.frombuffer(TEXT, np.uint8).astype(np.int32)

@@ -16,8 +16,8 @@ from holmesjax.planner.stage_layouts import context_sizes
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.clusters import make_config
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("window")
 
@@ -56,8 +56,8 @@ def textbook_loss(params, inputs):
 
 
 def textbook_step():
-    [stage] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
-    params = jax.tree.map(np.asarray, stage.init(SEED).params)
+    [chunk] = make_chunks(MODEL, hand_made_plan((2,), 1, 1))
+    params = jax.tree.map(np.asarray, chunk.init(SEED).params)
     with jax.numpy_rank_promotion("allow"):
         return jax.jit(jax.value_and_grad(textbook_loss))(params, step_inputs(MICROBATCH, 0))
 

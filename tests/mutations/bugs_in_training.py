@@ -203,8 +203,8 @@ TRAINING = (
     Bug(
         name="every-microbatch-draws-the-same",
         module="holmesjax.runtime.microbatch",
-        old="first + jnp.arange(stage.microbatch_size)",
-        new="jnp.arange(stage.microbatch_size)",
+        old="first + jnp.arange(chunk.microbatch_size)",
+        new="jnp.arange(chunk.microbatch_size)",
         wrong="a sequence draws by its place in a microbatch, and not by its number in the run",
         tests=(
             "tests/layer_specs/test_toy_kind.py::test_auxiliary_losses_reach_all_gradients_and_all_stages",
@@ -290,8 +290,8 @@ TRAINING = (
     Bug(
         name="every-chunk-sends-within",
         module="holmesjax.runtime.compilation",
-        old="return stage.num_replicas > 1 and stage.is_first",
-        new="return stage.num_replicas > 1",
+        old="return chunk.num_replicas > 1 and chunk.is_first",
+        new="return chunk.num_replicas > 1",
         wrong="a later stage gathers in its first forward, and the next one waits for that",
         tests=(
             "tests/runtime/test_pipeline.py::test_later_stages_send_over_data_while_there_is_nothing_else_to_do",
@@ -415,8 +415,8 @@ TRAINING = (
     Bug(
         name="chunks-taken-for-stages",
         module="holmesjax.runtime.stage_arrays",
-        old="if plan.chunks[stage.index][0] == index",
-        new="if stage.index == index",
+        old="if plan.chunks[chunk.index][0] == index",
+        new="if chunk.index == index",
         wrong="a stage of an interleaved schedule shows one of its chunks",
         tests=(
             "tests/test_from_python.py::test_a_stage_with_several_chunks_has_the_layers_of_all",

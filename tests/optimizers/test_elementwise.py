@@ -18,13 +18,13 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import in_one_process
 from holmesjax.runtime.timeline import Clock
-from tests.checkpoints.test_restoring import write_states
-from tests.costs.test_memory import shape_of
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import write_run
 from tests.one_device import assert_trees_near, plain_loss, step_inputs
-from tests.optimizers.test_adamw import stated
-from tests.optimizers.test_muon import numpy_steps
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.optimizers.muon_steps import numpy_steps
+from tests.shapes import shape_of
+from tests.stated_parameters import stated
+from tests.written_checkpoints import write_states
 
 pytestmark = pytest.mark.xdist_group("elementwise")
 
@@ -101,8 +101,8 @@ GRADIENT = jax.jit(jax.grad(plain_loss), static_argnums=1)
 
 def steps_on_one_device(model, config, num_sequences):
     """Parameters after each step, and their average."""
-    [stage] = make_chunks(model, hand_made_plan((model.num_layers,), 1, 1))
-    params = jax.tree.map(np.asarray, stage.init(SEED).params)
+    [chunk] = make_chunks(model, hand_made_plan((model.num_layers,), 1, 1))
+    params = jax.tree.map(np.asarray, chunk.init(SEED).params)
     optimizer = optax_of(config)
     state = optimizer.init(params)
     average = params
@@ -134,14 +134,14 @@ def train_step(runner, states, num_sequences, step, num_stages):
 def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name, tmp_path):
     config, model = CONFIGS[name], make_model(tied_embeddings=True, **FACTORED)
     plans = [hand_made_plan((1, 1), 2, 1), hand_made_plan((2,), 1, 2, fsdp=2)]
-    stages, others = (make_chunks(model, plan, config=config) for plan in plans)
-    runner = in_one_process(plans[0], compile_chunks(stages))
+    chunks, others = (make_chunks(model, plan, config=config) for plan in plans)
+    runner = in_one_process(plans[0], compile_chunks(chunks))
     states, batch = runner.init(SEED), plans[0].global_batch
     wanted = steps_on_one_device(model, config, batch)
     for step, want in zip(range(NUM_STEPS - 1), wanted, strict=False):
         states = train_step(runner, states, batch, step, 2)
         check(states, want)
-    write_states(tmp_path, model, stages, (NUM_STEPS - 1,), states=states)
+    write_states(tmp_path, model, chunks, (NUM_STEPS - 1,), states=states)
     [found] = manifest.find(tmp_path)
     restored = restoring.restore(found, others)
     saved = {key: x for state in states for key, x in restoring.flatten(state).items()}
@@ -164,8 +164,8 @@ def test_memory_and_updates_are_those_of_what_an_optimizer_keeps(name, ema_decay
     function = "tests.own_models:signs" if RULES[name].takes_function else None
     config = OptimizerConfig(name=name, learning_rate=1.0, function=function, ema_decay=ema_decay)
     model = make_model(**FACTORED)
-    [stage] = make_chunks(model, hand_made_plan((2,), 1, 1), config=config)
-    state = stage.state_shapes
+    [chunk] = make_chunks(model, hand_made_plan((2,), 1, 1), config=config)
+    state = chunk.state_shapes
     held = sum(x.size * 4 for x in jax.tree.leaves((state.opt_state, state.average)) if x.shape)
     shape = shape_of(num_blocks=2, is_first=True, is_last=True, kept=kept(config))
     assert memory.stage_memory_bytes(model, shape)["optimizer"] == held
@@ -199,11 +199,11 @@ def test_the_rate_that_is_logged_is_the_one_that_moved_the_parameters():
 
 def test_a_state_of_other_shapes_is_our_mistake():
     """Optax's Adafactor's, say: it is not elementwise."""
-    stage = make_chunks(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
-    factored = make_optimizer(CONFIGS["sgd"], 10, stage.statements)
+    chunk = make_chunks(make_model(width=128), hand_made_plan((4,), 1, 1))[0]
+    factored = make_optimizer(CONFIGS["sgd"], 10, chunk.statements)
     factored = dataclasses.replace(factored, direction=optax.scale_by_factored_rms())
     with pytest.raises(AssertionError, match="not elementwise"):
-        factored.shardings(stage.state_shapes.params, stage.mesh)
+        factored.shardings(chunk.state_shapes.params, chunk.mesh)
 
 
 @pytest.mark.parametrize(

@@ -19,25 +19,14 @@ from holmesjax.optimizers.muon import newton_schulz, orthogonalized
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel import sharding
 from tests.arrays import normal
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.one_device import assert_near
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.optimizers.muon_steps import numpy_steps
 from tests.shapes import shape_of
 
 ZERO = Constant(0.0)
 CONFIG = OptimizerConfig(name="muon", learning_rate=0.02, schedule="constant")
 MODEL = make_model(num_layers=3, width=64, num_heads=4, mlp_width=96, num_kv_heads=2)
-
-
-def numpy_steps(x, num_steps=5):
-    """The iterations of Jordan's code, on the transpose of a tall matrix."""
-    x = np.asarray(x, np.float64)
-    if x.shape[0] > x.shape[1]:
-        return numpy_steps(x.T, num_steps).T
-    x = x / (np.sqrt(np.sum(x * x)) + 1e-7)
-    for _ in range(num_steps):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
@@ -102,14 +91,14 @@ def test_directions_are_those_of_optax_where_both_take_a_matrix():
 def test_cut_matrices_are_orthogonalised_whole(data, tensor, fsdp, context):
     """Five matrices on eight devices, or of each kind that a block has; parts apart are another."""
     plan = hand_made_plan((3,), data, tensor, fsdp=fsdp, context=context)
-    [stage] = make_chunks(MODEL, plan, config=CONFIG)
-    for name, stated in stage.statements["block_000"].items():
+    [chunk] = make_chunks(MODEL, plan, config=CONFIG)
+    for name, stated in chunk.statements["block_000"].items():
         if not getattr(stated, "matrix", 0):
             continue
-        where = sharding.master_sharding(stated, stage.mesh)
+        where = sharding.master_sharding(stated, chunk.mesh)
         arrays = [normal(i, *stated.shape) for i in range(5)]
         placed = [jax.device_put(x, where) for x in arrays]
-        run = jax.jit(lambda xs, stated=stated: orthogonalized(xs, stated, stage.mesh))
+        run = jax.jit(lambda xs, stated=stated: orthogonalized(xs, stated, chunk.mesh))
         rows = int(np.prod(stated.shape[: stated.matrix]))
         for x, got in zip(arrays, run(placed), strict=True):
             assert got.sharding.is_equivalent_to(where, got.ndim), name
@@ -122,10 +111,10 @@ def test_cut_matrices_are_orthogonalised_whole(data, tensor, fsdp, context):
 @pytest.mark.parametrize("data, tensor, fsdp", [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_each_device_holds_what_the_memory_says(data, tensor, fsdp):
     plan = hand_made_plan((3,), data, tensor, fsdp=fsdp)
-    [stage] = make_chunks(MODEL, plan, config=CONFIG)
+    [chunk] = make_chunks(MODEL, plan, config=CONFIG)
     cuts = {"data": data, "tensor": tensor, "fsdp": fsdp}
     shape = shape_of(num_blocks=3, kept=RULES["muon"].kept(CONFIG), **cuts)
-    found = bytes_on_a_device(stage.state_shapes.opt_state) - 4  # of a count
+    found = bytes_on_a_device(chunk.state_shapes.opt_state) - 4  # of a count
     assert found == memory.stage_memory_bytes(MODEL, shape)["optimizer"]
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from holmesjax import job
 from holmesjax.errors import PlanError
-from holmesjax.hosts import hardware
+from holmesjax.hosts import process_variables
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.planner import planner
 
@@ -47,7 +47,7 @@ def test_too_few_devices_are_refused_with_a_way_out():
 
 def test_absent_accelerators_are_told_before_anything_is_planned(monkeypatch):
     monkeypatch.delitem(sys.modules, "jax")
-    monkeypatch.setattr(hardware, "may_have_accelerators", lambda: False)
+    monkeypatch.setattr(process_variables, "may_have_accelerators", lambda: False)
     monkeypatch.setattr(planner, "make_plans", lambda *_, **__: 1 / 0)
     path = "configs/runs/gpt_39b1.yaml"
     with pytest.raises(PlanError, match="JAX shows no accelerator") as error:
@@ -69,10 +69,10 @@ def test_absent_accelerators_are_told_before_anything_is_planned(monkeypatch):
 )
 def test_jax_may_show_accelerators(monkeypatch, plugins, file, may):
     named = [EntryPoint(name, "", "jax_plugins") for name in plugins]
-    monkeypatch.setattr(hardware, "entry_points", lambda group: named)
-    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
-    monkeypatch.setattr(hardware, "NVIDIA_FILES", (file,))
-    assert hardware.may_have_accelerators() == may
+    monkeypatch.setattr(process_variables, "entry_points", lambda group: named)
+    monkeypatch.setattr(process_variables, "find_spec", lambda name: None)
+    monkeypatch.setattr(process_variables, "NVIDIA_FILES", (file,))
+    assert process_variables.may_have_accelerators() == may
 
 
 def test_a_topology_of_gpus_can_be_planned_here():

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import jax
 
 from holmesjax.runtime.device_memory import AGAIN, PeakMemory, devices_of
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 
 def test_each_device_has_its_number_in_the_plan():
     plan = hand_made_plan((2, 1), (2, 1), 1)
-    stages = make_chunks(make_model(num_layers=3), plan)
-    found = devices_of(stages)
+    chunks = make_chunks(make_model(num_layers=3), plan)
+    found = devices_of(chunks)
     assert found == {f"device {i}": device for i, device in enumerate(jax.devices()[:3])}
     assert PeakMemory(found).risen() == {}  # CPUs keep no statistics
 

@@ -14,35 +14,39 @@ from holmesjax.models import ops
 from holmesjax.models.layer import function_of
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.kernels.attention.gpus import H200, lowered_for_cuda
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 
 @pytest.mark.parametrize(
-    "cut, remat, in_forward, in_backward",
+    "cut, checkpointing, in_forward, in_backward",
     [
         ({"data": 2, "tensor": 2}, "dots", 1, 1),  # the result of the forward is kept
         ({"data": 2, "tensor": 1, "fsdp": 2}, "full", 1, 2),  # or computed again, by each replica
         ({"data": 1, "tensor": 1, "context": 2}, "none", 2, 2),  # for own keys, and for others'
     ],
 )
-def test_a_stage_runs_mosaic_once_for_each_block(cut, remat, in_forward, in_backward, monkeypatch):
+def test_a_stage_runs_mosaic_once_for_each_block(
+    cut, checkpointing, in_forward, in_backward, monkeypatch
+):
     monkeypatch.setattr(ops.Kernels, "device", H200)
     model = make_model(num_layers=2, num_heads=2, head_dim=64)
-    plan = hand_made_plan((1, 1), **cut, remat=remat)
+    plan = hand_made_plan((1, 1), **cut, checkpointing=checkpointing)
     kernels = KernelsConfig(attention="pallas", cross_entropy="reference")
-    stage, _ = make_chunks(model, plan, dtype="bfloat16", kernels=kernels, mask=True)
-    replicas, batch = replica_shapes(stage), batch_shapes(stage)
-    fixed = stage.state_shapes.fixed
-    forward = functools.partial(microbatch.forward, stage, fixed)
-    backward = functools.partial(microbatch.backward, stage, fixed, weight=None)
+    chunk, _ = make_chunks(model, plan, dtype="bfloat16", kernels=kernels, mask=True)
+    replicas, batch = replica_shapes(chunk), batch_shapes(chunk)
+    fixed = chunk.state_shapes.fixed
+    forward = functools.partial(microbatch.forward, chunk, fixed)
+    backward = functools.partial(microbatch.backward, chunk, fixed, weight=None)
     dy, _, saved = jax.eval_shape(forward, replicas, None, batch)
     kernels_in = lambda *program: lowered_for_cuda(*program).count("mosaic_gpu_v2")
     assert kernels_in(forward, replicas, None, batch) == in_forward
-    assert kernels_in(backward, replicas, saved, gradient_shapes(stage), dy) == in_backward
+    assert kernels_in(backward, replicas, saved, gradient_shapes(chunk), dy) == in_backward
 
 
-@pytest.mark.parametrize("cut", [{}, {"remat": "full"}, {"fsdp": 2}, {"schedule": "zero_bubble"}])
+@pytest.mark.parametrize(
+    "cut", [{}, {"checkpointing": "full"}, {"fsdp": 2}, {"schedule": "zero_bubble"}]
+)
 def test_equal_layers_are_traced_together(cut, monkeypatch):
     """Ten blocks of two kinds in turns, whatever is around a layer's function."""
     traced = []
@@ -56,9 +60,9 @@ def test_equal_layers_are_traced_together(cut, monkeypatch):
 
     monkeypatch.setattr(microbatch, "function_of", counted)
     model = make_model(num_layers=12, pattern=("block", "window_block"), window=4)
-    stage, _ = make_chunks(model, hand_made_plan((10, 2), 1, 1, **cut))
-    run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
-    jax.eval_shape(run, replica_shapes(stage), None, batch_shapes(stage))
-    assert set(traced) == set(stage.kinds.values())
+    chunk, _ = make_chunks(model, hand_made_plan((10, 2), 1, 1, **cut))
+    run = functools.partial(microbatch.forward, chunk, chunk.state_shapes.fixed)
+    jax.eval_shape(run, replica_shapes(chunk), None, batch_shapes(chunk))
+    assert set(traced) == set(chunk.kinds.values())
     # Where the function has a rule for its gradients, JAX traces it by itself and in the rule.
     assert max(map(traced.count, traced)) <= 2

@@ -13,8 +13,8 @@ from holmesjax.data.packing import DocumentRange, Spans
 from holmesjax.models import ops
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import RTOL, SEED, assert_trees_near
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("packed_rows")
 
@@ -56,10 +56,10 @@ PACKED, ALONE = make_batches()
 @functools.cache
 def runner_of(positions, name="one", **changes):
     plan = PLANS[name]
-    stages = make_chunks(make_model(num_layers=2, positions=positions), plan, mask=True)
+    chunks = make_chunks(make_model(num_layers=2, positions=positions), plan, mask=True)
     restarts = positions == "learned"
-    stages = [dataclasses.replace(s, **{"restarts_positions": restarts, **changes}) for s in stages]
-    return make_runner(plan, stages)
+    chunks = [dataclasses.replace(s, **{"restarts_positions": restarts, **changes}) for s in chunks]
+    return make_runner(plan, chunks)
 
 
 def losses_of(runner, inputs, pieces):

@@ -11,7 +11,7 @@ from holmesjax.runtime import program_cache
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_cache import Store
 from tests.disks import files_of_at_most
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 KEY, VALUE = "jit_f-0123", bytes(range(256)) * 40
 
@@ -29,15 +29,15 @@ def test_a_run_compiles_nothing_that_one_before_has_compiled(tmp_path, restored)
     events, num_compiled = [], []
     jax.monitoring.register_event_listener(lambda name, **_: events.append(name.split("/")[-1]))
     plan = hand_made_plan((4,), 1, 1, schedule="interleaved_1f1b", chunks=4)
-    stages = make_chunks(make_model(), plan)[1:3]
+    chunks = make_chunks(make_model(), plan)[1:3]
 
     def compile_all():
         events.clear(), num_compiled.clear(), jax.clear_caches()
-        programs = compile_chunks(stages, lambda: num_compiled.append(1))
-        assert [p.stage for p in programs] == stages
+        programs = compile_chunks(chunks, lambda: num_compiled.append(1))
+        assert [p.chunk for p in programs] == chunks
         return len(num_compiled), events.count("cache_misses")
 
-    count = 6  # forward, backward, gather, zero_gradients, square_norm, update
+    count = 6  # forward, backward, gather, zero_gradients, chunk_totals, update
     compiled, misses = compile_all()
     assert compiled == count
     assert misses >= count  # JAX has small ones of its own

@@ -18,26 +18,26 @@ from holmesjax.runtime.compilation import (
 from holmesjax.runtime.whole_step import WholeStep
 from kernels import adamw_shards
 from kernels.attention import warpgroups
+from tests.hand_made_plans import first_step, hand_made_plan, make_chunks, make_model
 from tests.kernels.attention.gpus import H200
-from tests.runtime.test_pipeline import first_step, hand_made_plan, make_chunks, make_model
 
 XLA = KernelsConfig(attention="reference", cross_entropy="reference", optimizer="xla")
 PALLAS = dataclasses.replace(XLA, optimizer="pallas")
 CONFIG = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, moments="int8")
 
 
-def stage_of(plan, kernels, width=64):
-    [stage] = make_chunks(
+def chunk_of(plan, kernels, width=64):
+    [chunk] = make_chunks(
         make_model(num_layers=1, width=width), plan, config=CONFIG, kernels=kernels
     )
-    return stage
+    return chunk
 
 
 @pytest.mark.skipif(not warpgroups.CAN_SIMULATE, reason="JAX before 0.12 cannot simulate a kernel")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates a GPU")
 def test_a_whole_step_with_the_kernel_is_that_of_xla(monkeypatch):
     plan = hand_made_plan((1,), 1, 1, microbatches=2)
-    run = lambda kernels: first_step(WholeStep(compile_whole_step(stage_of(plan, kernels))), plan)
+    run = lambda kernels: first_step(WholeStep(compile_whole_step(chunk_of(plan, kernels))), plan)
     loss, [want] = run(XLA)
     simulated = functools.partial(adamw_shards.adamw_on_shards, interpret=True)
     monkeypatch.setattr(adamw_shards, "adamw_on_shards", simulated)
@@ -60,12 +60,12 @@ def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
     plan = hand_made_plan((1,), 2, 2, fsdp=2)
 
     def lowered(kernels):
-        stage = stage_of(plan, kernels, width=512)  # each device has whole blocks of int8
-        stage = dataclasses.replace(stage, param_dtype="bfloat16")
-        state = stage.state_shapes
+        chunk = chunk_of(plan, kernels, width=512)  # each device has whole blocks of int8
+        chunk = dataclasses.replace(chunk, param_dtype="bfloat16")
+        state = chunk.state_shapes
         gradients = state.params
-        totals = jax.ShapeDtypeStruct((1 + len(stage.shared_names),), np.float32)
-        update = functools.partial(end_of_step.update, stage)
+        totals = jax.ShapeDtypeStruct((1 + len(chunk.shared_names),), np.float32)
+        update = functools.partial(end_of_step.update, chunk)
         program = jax.jit(update, donate_argnums=0).trace(state, gradients, totals, {})
         return program.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -103,8 +103,8 @@ def test_gradients_are_read_as_the_products_of_a_step_leave_them(
     monkeypatch.setattr(ops.Kernels, "device", H200)
     plan = hand_made_plan((1,), **{"data": 1, "tensor": 1, **sizes})
     model = make_model(num_layers=1, width=64, num_kv_heads=2, **changes)
-    [stage] = make_chunks(model, plan, config=CONFIG, kernels=PALLAS)
-    args = stage.state_shapes, task_shapes(stage, 1), scalar_shape(stage)
-    jax.eval_shape(functools.partial(end_of_step.step, stage), *args)
-    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(stage.state_shapes.params)[0], strict=True)
+    [chunk] = make_chunks(model, plan, config=CONFIG, kernels=PALLAS)
+    args = chunk.state_shapes, task_shapes(chunk, 1), scalar_shape(chunk)
+    jax.eval_shape(functools.partial(end_of_step.step, chunk), *args)
+    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(chunk.state_shapes.params)[0], strict=True)
     assert {path[-1].key for path, turn in zip(paths, seen, strict=True) if turn} == turned
