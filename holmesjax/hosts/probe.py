@@ -109,7 +109,7 @@ def _between(names: Way, fabric: str, a: Sequence[str], b: Sequence[str]) -> Pha
 
 
 def _uplinks(topology: Topology, name: str, present: Mapping[str, Sequence[str]]) -> list[Phase]:
-    """What a cluster sends to several others at once, and what they send to it.
+    """Phases in which a cluster sends to several others at once, and they to it.
 
     No node sends twice. So a cluster sends to as many others as it has nodes.
     """

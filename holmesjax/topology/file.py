@@ -124,7 +124,7 @@ class LinkEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UplinkEntry:
-    """What some links share: both ways, unless another entry names them all in the other order."""
+    """A capacity that links share: both ways, unless an entry names all in the other order."""
 
     pairs: tuple[tuple[Name, ...], ...]  # of clusters, the sender first
     capacity: NetworkRate  # of all nodes and pairs together, one way

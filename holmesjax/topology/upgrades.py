@@ -128,7 +128,7 @@ def without_cluster(topology: Topology, cluster: str) -> Topology:
 
 
 def _capacities_without(capacities: dict[Ways, float], cluster: str) -> dict[Ways, float]:
-    """What is left of capacities: each between the other clusters, the least of equal ones."""
+    """Capacities between the other clusters; the least of those that have the same ways left."""
     left: dict[Ways, float] = {}
     for ways, rate in capacities.items():
         if rest := tuple(way for way in ways if cluster not in way):

@@ -190,7 +190,7 @@ class Definition:
         )
 
     def _pipes(self, clusters, m, goes_round):
-        """What arrays queue at, as `queued_finish_times` takes it; for stages of one node each."""
+        """Pipes that arrays queue at, as `queued_finish_times` takes them; for one node a stage."""
         model, train = self.config.model, self.config.train
         num_tokens = train.global_batch // m * model.context_length
         num_bytes = costs.boundary_bytes(model, num_tokens, train.compute_dtype)
