@@ -235,7 +235,7 @@ UPLINKS = {
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", UPLINKS)
 def test_pairs_of_clusters_divide_the_uplink_that_they_share(name, chunks, speed):
-    """As a simulation of events says, in which all that meets at an uplink gets equal shares.
+    """A simulation of events, with equal shares of all that meets at an uplink, says the same.
 
     In 1F1B two arrays meet again and again. A queue lets one of them through early, where even
     shares make both late, so there it is up to a fifth too fast.

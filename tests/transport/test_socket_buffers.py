@@ -38,7 +38,7 @@ def test_a_program_asks_only_for_what_the_kernel_does_not_do_by_itself(
 
 
 def test_what_is_granted_is_read_back_from_the_kernel(monkeypatch):
-    """Where the kernel grows nothing, it is asked, and says less than a program believes."""
+    """A kernel that grows nothing is asked, and grants less than a program believes."""
     real = limits()
     assert real is not None
     monkeypatch.setattr(socket_buffers, "limits", lambda: (Limits(0, 1 << 40),) * 2)
