@@ -197,9 +197,9 @@ class Simulator:
             for pipe_LC, hold_s_LC, latency_s_LC in zip(pipe, hold_s, latency_s, strict=True):
                 waits = pipe_LC[self._link[number], own] >= 0
                 waiting, cases, link = number[waits], own[waits], self._link[number[waits]]
-                queue = pipe_LC[link, cases], cases
-                through_s = np.maximum(leaves_s[waits], free_s[queue]) + hold_s_LC[link, cases]
-                free_s[queue] = through_s
+                place = pipe_LC[link, cases], cases
+                through_s = np.maximum(leaves_s[waits], free_s[place]) + hold_s_LC[link, cases]
+                free_s[place] = through_s
                 arrives_s = through_s + latency_s_LC[link, cases]
                 sent_s[waiting, cases] = np.maximum(sent_s[waiting, cases], arrives_s)
         return start_s[:count], end_s[:count], sent_s[:count]
