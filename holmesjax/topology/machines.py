@@ -260,7 +260,9 @@ class Topology:
         return found
 
     def _nominal_capacities(self) -> dict[Ways, float]:
-        own = {(way,): link.capacity_bytes_per_s for way, link in self.links.items()}
+        own: dict[Ways, float] = {
+            (way,): link.capacity_bytes_per_s for way, link in self.links.items()
+        }
         finite = {ways: rate for ways, rate in own.items() if math.isfinite(rate)}
         shared = {w: min(rate, finite.get(w, math.inf)) for w, rate in self.uplinks.items()}
         return finite | shared
