@@ -224,7 +224,8 @@ class Job:
     def _rate(self) -> str:
         """Returns the text of the predicted rate and the predicted time of the run."""
         step_s, steps = self.plan.step_time_s, self.config.train.steps
-        utilisation = mfu.shown(self.peak_step_s, step_s)
+        if utilisation := mfu.shown(self.peak_step_s, step_s):
+            utilisation += " (attention counted whole, not half as its causal mask)"
         whose = " of these machines, which are rehearsed" if self.config.run.rehearse else ""
         return (
             f"rate        {self.step_tokens / step_s:,.0f} tokens/s{utilisation} predicted{whose}; "

@@ -29,7 +29,16 @@ from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Candidate
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.topology import loading
-from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Nic, Node, Topology
+from holmesjax.topology.machines import (
+    Cluster,
+    DeviceKind,
+    Link,
+    Measured,
+    Nic,
+    Node,
+    Topology,
+    backwards,
+)
 
 ROOT = Path(__file__).parent.parent
 GIB = 2.0**30
@@ -69,6 +78,14 @@ def make_topology(*clusters, ethernet_bytes_per_s=3e9, transport_bytes_per_s=Non
         links={pair: link for pair in itertools.permutations(names, 2)},
         measured=measured,
     )
+
+
+def with_uplinks(topology, capacity):
+    """Each cluster with an uplink to all others, of so many bytes per second each way."""
+    names = [cluster.name for cluster in topology.clusters]
+    uplinks = {tuple(sorted((a, b) for b in names if b != a)): capacity for a in names}
+    uplinks |= {backwards(ways): capacity for ways in uplinks}
+    return replace(topology, uplinks=uplinks)
 
 
 def two_clusters(*, slow=0.5, **link):

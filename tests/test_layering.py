@@ -84,6 +84,7 @@ WITHOUT_JAX = [
     "holmesjax.transport.handshake",
     "holmesjax.transport.heartbeats",
     "holmesjax.transport.outbox",
+    "holmesjax.transport.socket_buffers",
     "holmesjax.transport.pull",
     "holmesjax.transport.records",
     "holmesjax.transport.rendezvous",

@@ -55,7 +55,7 @@ from holmesjax.hosts.agent_messages import (
 from holmesjax.hosts.computing import PACKAGES, installed, source_digest
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment
-from holmesjax.transport import connections as wire
+from holmesjax.transport import connections as wire, socket_buffers
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.frame_timing import Receiver, Sender
@@ -254,8 +254,11 @@ class _Agent:
             with ThreadPoolExecutor(len(connections)) as pool:
                 found.append([_there_and_back(pool, connections) for _ in range(rounds)])
             sizes = [size for size in question.sizes_bytes for _ in range(rounds)]
-            arrays = Arrays(name=secrets.token_hex(8), sizes_bytes=sizes)
+            arrays = Arrays(
+                name=secrets.token_hex(8), sizes_bytes=sizes, window_bytes=question.window_bytes
+            )
             for connection in connections:
+                socket_buffers.widen(connection.sock, question.window_bytes)
                 connection.send(encode(arrays))
                 connection.sock.settimeout(None)  # frames have a timeout of their own
             sender = Sender([connection.sock for connection in connections], STALL_S)
@@ -276,6 +279,7 @@ class _Agent:
             while isinstance(record := decode(connection.receive(), BETWEEN_AGENTS), Echo):
                 connection.send(encode(Echo()))
             assert isinstance(record, Arrays), record
+            socket_buffers.widen(connection.sock, record.window_bytes)
             with self._receiving:
                 made = self._receivers.get(record.name)
                 receiver = made or Receiver(record.sizes_bytes, STALL_S)
@@ -332,13 +336,8 @@ def _resolve(name: str) -> str | None:
 
 def _max_window_bytes() -> int | None:
     """Returns the smaller one of the largest buffers for sending and for receiving."""
-    try:
-        texts = [
-            Path(f"/proc/sys/net/ipv4/{name}").read_text() for name in ("tcp_wmem", "tcp_rmem")
-        ]
-        return min(int(text.split()[-1]) for text in texts)
-    except (OSError, ValueError, IndexError):
-        return None
+    found = socket_buffers.limits()
+    return None if found is None else min(own.most for own in found)
 
 
 def _limit(which: int) -> int | None:

@@ -228,6 +228,7 @@ class Send(Question[SendTimes]):
     paths: Annotated[list[NicPath], Field(min_length=1, max_length=MAX_STREAMS)]
     sizes_bytes: list[ArrayBytes]
     rounds: Rounds
+    window_bytes: Annotated[int, Field(ge=0)]  # that each connection should have on their way
     timeout_s: float  # for a connection
     limit_s: float  # sizes after one that takes this much longer than a message are left out
 
@@ -276,6 +277,7 @@ class Arrays(Record):
     kind = "arrays"
     name: str  # the same on all their connections
     sizes_bytes: Annotated[list[ArrayBytes], Field(max_length=100 * MAX_ROUNDS)]
+    window_bytes: Annotated[int, Field(ge=0)]  # that each connection should have on their way
 
 
 BETWEEN_AGENTS = by_kind(Echo, Arrays)

@@ -128,8 +128,9 @@ def _open_files(facts: Mapping[str, NodeFacts]) -> Finding:
 def _windows(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
     """Compares what a connection may send ahead with what fills the longest link of its cluster."""
     needed = {cluster.name: 0.0 for cluster in topology.clusters}
+    first = {cluster.name: cluster.nodes[0].name for cluster in topology.clusters}
     for (one, other), link in topology.links.items():
-        round_trip_s = link.latency_s + topology.links[other, one].latency_s
+        round_trip_s = topology.round_trip_s(first[one], first[other])
         streams = windows.streams_that_fill(link.bandwidth_bytes_per_s, round_trip_s)
         share = link.bandwidth_bytes_per_s * round_trip_s / max(streams, 1)
         needed[one], needed[other] = max(needed[one], share), max(needed[other], share)

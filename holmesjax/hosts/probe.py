@@ -8,6 +8,7 @@ Inside a cluster a round pairs all nodes, so that no NIC is in two measurements.
 clusters share one link: they are measured one by one, and then together.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from holmesjax.costs import collective_times
 from holmesjax.hosts.doctor import Finding
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.file import CollectiveKind
-from holmesjax.topology.machines import Topology
+from holmesjax.topology.machines import Topology, Ways
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
 from holmesjax.units import show
 
@@ -25,6 +26,7 @@ KIB, MIB = 2**10, 2**20
 SIZES_BYTES = (0, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 COLLECTIVE_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 LIMIT_S = 0.25  # sizes after one that took longer are left out: the next takes four times as long
+ROUND_TRIPS = 20  # at least, that the limit has: a window doubles once in each
 STREAMS = 4  # at least, for the fastest way to send: the default of a run
 ROUNDS = 3  # of each size; the median counts
 MAX_ROUNDS = 15  # of a cluster: all pairs of 16 nodes
@@ -61,6 +63,8 @@ def schedule(topology: Topology, nodes: Sequence[str]) -> list[Phase]:
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
             phases.append(_between((a, b), topology.links[a, b].fabric, present[a], present[b]))
+    for name in names:
+        phases += _uplinks(topology, name, present)
     return phases
 
 
@@ -102,6 +106,34 @@ def _between(names: Way, fabric: str, a: Sequence[str], b: Sequence[str]) -> Pha
         together=(disjoint, _back(disjoint)) if len(disjoint) > 1 else (),
         left_out=f"{rest} of {rest + count} pairs" if rest else "",
     )
+
+
+def _uplinks(topology: Topology, name: str, present: Mapping[str, Sequence[str]]) -> list[Phase]:
+    """Phases in which a cluster sends to several others at once, and they to it.
+
+    No node sends twice. So a cluster sends to as many others as it has nodes.
+    """
+    by_fabric: dict[str, list[str]] = {}
+    for other in present:
+        if other != name and present[other]:
+            by_fabric.setdefault(topology.links[name, other].fabric, []).append(other)
+    phases = []
+    for fabric, others in by_fabric.items():
+        own = present[name]
+        out = tuple((a, present[other][0]) for a, other in zip(own, others, strict=False))
+        back = tuple((present[other][0], own[i % len(own)]) for i, other in enumerate(others))
+        together = tuple(step for step in (out, back) if len(step) > 1)
+        if together:
+            phases.append(
+                Phase(
+                    title=f"{name} <-> {', '.join(others)} at once",
+                    fabric=fabric,
+                    steps=(),
+                    together=together,
+                    left_out="",
+                )
+            )
+    return phases
 
 
 def _back(step: Step) -> Step:
@@ -182,23 +214,59 @@ def transports(topology: Topology, speeds: Mapping[Way, ProbeSpeed]) -> dict[str
 
 
 def capacities(
-    topology: Topology, speeds: Mapping[Way, ProbeSpeed], together: Mapping[Step, float]
-) -> dict[Way, float]:
-    """Returns the rates of links that pairs of nodes share, by clusters.
+    topology: Topology,
+    speeds: Mapping[Way, ProbeSpeed],
+    together: Mapping[Step, float],
+    scale: float = 1.0,
+) -> dict[Ways, float]:
+    """Returns the rates that pairs of nodes share, by the ways between their clusters.
 
-    Pairs share a link if they are slower together than the sum of their rates alone.
+    Pairs share a link, or an uplink if they are of several pairs of clusters, if they are slower
+    together than the sum of their rates alone. What a node, or a link, cannot carry alone does not
+    count.
 
     Args:
       speeds: of each way alone.
       together: bytes per second of all ways of a step, measured at once.
+      scale: of the rates of NICs, in a lab.
     """
-    found = {}
-    for step, rate in together.items():
-        alone = [speeds[way].bandwidth_bytes_per_s for way in step if way in speeds]
-        if len(alone) == len(step) and rate < SHARED * sum(alone):
-            source, target = (topology.cluster_of(node).name for node in step[0])
-            found[source, target] = rate
+    home = lambda way: (topology.cluster_of(way[0]).name, topology.cluster_of(way[1]).name)
+    alone: dict[Way, list[float]] = {}
+    for way, own in speeds.items():
+        alone.setdefault(home(way), []).append(own.bandwidth_bytes_per_s)
+    found: dict[Ways, float] = {}
+    steps = {step: tuple(sorted({home(way) for way in step})) for step in together}
+    for step, ways in sorted(steps.items(), key=lambda item: len(item[1])):  # links come first
+        if not all(way in speeds if len(ways) == 1 else home(way) in alone for way in step):
+            continue
+        rates = {
+            way: speeds[way].bandwidth_bytes_per_s
+            if way in speeds
+            else statistics.median(alone[home(way)])
+            for way in step
+        }
+        of_links = [
+            min(
+                math.fsum(r for w, r in rates.items() if home(w) == own),
+                found.get((own,), math.inf),
+            )
+            for own in ways
+        ]
+        of_nodes = [
+            min(math.fsum(mine), max(scale * _nic_rate(topology, node, step), *mine))
+            for node in {way[1] for way in step}
+            if (mine := [r for w, r in rates.items() if w[1] == node])
+        ]
+        if together[step] < SHARED * min(math.fsum(of_links), math.fsum(of_nodes)):
+            found[ways] = together[step]
     return found
+
+
+def _nic_rate(topology: Topology, node: str, step: Step) -> float:
+    """Bytes per second of the NICs of a node over which it receives a step."""
+    fabrics = {topology.nominal_link(*way).fabric for way in step}
+    nics = [nic for nic in topology.node(node).nics if nic.fabric in fabrics]
+    return math.fsum(nic.rate_bytes_per_s * nic.count for nic in nics)
 
 
 def slow_ways(

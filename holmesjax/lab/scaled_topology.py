@@ -19,7 +19,7 @@ from holmesjax.costs import work
 from holmesjax.costs.parameters import num_parameters
 from holmesjax.costs.products import backward_flop, blocks_forward_flop, head_forward_flop
 from holmesjax.errors import ConfigError, TopologyError
-from holmesjax.topology.machines import Node, Topology
+from holmesjax.topology.machines import Node, Topology, name_of
 from holmesjax.units import show
 
 FILE = "lab.json"  # in the run folder: the lab, and what its kernel counted
@@ -73,7 +73,14 @@ class LabLink:
 
     rate_bytes_per_s: float  # of each node
     latency_s: float
-    capacity_bytes_per_s: float  # of all nodes together; infinite: they do not share it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabPipe:
+    """A capacity that one way between clusters has, or that several share."""
+
+    ways: tuple[tuple[int, int], ...]  # by the numbers of clusters
+    rate_bytes_per_s: float  # of all nodes and ways together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +91,14 @@ class Lab:
     scale: float
     nodes: tuple[LabNode, ...]
     links: dict[tuple[int, int], LabLink]  # by the numbers of clusters, one entry each way
+    pipes: tuple[LabPipe, ...]
 
     def cluster_number(self, name: str) -> int:
         return [cluster.name for cluster in self.topology.clusters].index(name)
 
-    def pipes(self, cluster: int) -> dict[int, LabLink]:
-        """Links from a cluster to others that its nodes share."""
-        return {
-            b: link
-            for (a, b), link in self.links.items()
-            if a == cluster and math.isfinite(link.capacity_bytes_per_s)
-        }
+    def pipes_of(self, way: tuple[int, int]) -> list[int]:
+        """The numbers of the pipes that lie on a way, in the order in which packets pass them."""
+        return [number for number, pipe in enumerate(self.pipes) if way in pipe.ways]
 
     def members(self, cluster: int) -> list[LabNode]:
         return [node for node in self.nodes if node.cluster == cluster]
@@ -272,11 +276,17 @@ def make_lab(topology: Topology, shares: Sequence[Share], scale: float) -> Lab:
         (numbers[a], numbers[b]): LabLink(
             rate_bytes_per_s=scale * _link_rate(topology, a, b),
             latency_s=link.latency_s / scale,
-            capacity_bytes_per_s=scale * topology.capacity_bytes_per_s(a, b),
         )
         for (a, b), link in topology.links.items()
     }
-    return Lab(topology=topology, scale=scale, nodes=tuple(nodes), links=links)
+    pipes = tuple(
+        LabPipe(
+            ways=tuple((numbers[a], numbers[b]) for a, b in pipe.ways),
+            rate_bytes_per_s=scale * pipe.capacity_bytes_per_s,
+        )
+        for pipe in topology.pipes
+    )
+    return Lab(topology=topology, scale=scale, nodes=tuple(nodes), links=links, pipes=pipes)
 
 
 def _check(topology: Topology, scale: float) -> None:
@@ -297,7 +307,7 @@ def _check(topology: Topology, scale: float) -> None:
             fix = "use letters, digits, '-', '_' and '.', up to 63 of them"
             raise TopologyError(node.name, problem, found=node.name, fix=fix)
     rates = [_link_rate(topology, a, b) for a, b in topology.links]
-    rates += [topology.capacity_bytes_per_s(a, b) for a, b in topology.links]
+    rates += [pipe.capacity_bytes_per_s for pipe in topology.pipes]
     rates += [rate for node in topology.nodes for rate in _fabric_rates(node).values()]
     if rates and scale * min(rates) < MIN_RATE_BYTES_PER_S:
         raise TopologyError(
@@ -371,10 +381,10 @@ def describe(lab: Lab, *, has_netem: bool) -> list[str]:
     names = [cluster.name for cluster in lab.topology.clusters]
     for (a, b), link in sorted(lab.links.items()):
         rate = show(link.rate_bytes_per_s, "b/s")
-        capacity = ""
-        if math.isfinite(link.capacity_bytes_per_s):
-            capacity = f", {show(link.capacity_bytes_per_s, 'b/s')} from all together"
-        lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node{capacity}")
+        lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node")
+    for pipe in lab.pipes:
+        name = name_of(tuple((names[a], names[b]) for a, b in pipe.ways))
+        lines.append(f"  {name}: {show(pipe.rate_bytes_per_s, 'b/s')} from all together")
     latencies = {link.latency_s for link in lab.links.values()} | {
         node.fast_latency_s for node in lab.nodes if node.fast_address
     }

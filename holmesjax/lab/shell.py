@@ -12,10 +12,12 @@ shaped where packets leave: at the node, and at its port of the bridge.
 
 A cluster's own fast addresses lead over `fast0`, all other addresses over `eth0`.
 
-Nodes of a cluster that share the way to another have an Ethernet bridge of their own, and
-what leaves it for `br-eth` is shaped once more:
+What goes the ways of a pipe is led through a pair of interfaces with the capacity of the pipe, and
+then through those of the next pipe on its way, before the bridge sees it:
 
-    br-eth-<cluster> (its nodes)  up<cluster> ---- down<cluster>  br-eth
+    n<node>-eth   in<pipe> ---- out<pipe>   in<pipe> ---- out<pipe>   br-eth
+
+The bridge does not learn from such packets where a node is, so it is told.
 """
 
 import shlex
@@ -24,13 +26,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holmesjax.lab.injected_faults import Fault
-from holmesjax.lab.scaled_topology import FAST, SLOW, SUPERVISOR, Lab, LabNode
+from holmesjax.lab.scaled_topology import FAST, SLOW, SUPERVISOR, Lab, LabNode, LabPipe
 
 STATE = "/run/holmesjax"  # a folder for each lab
 CGROUPS = {"v1": "/sys/fs/cgroup/cpu", "v2": "/sys/fs/cgroup"}
 PERIOD_US = 25_000  # of the quota: how long a node may stand still; shorter ones cost caches
-# Bridges: each is a network by itself, but for the Ethernet bridges of clusters.
-BRIDGE, OWN_BRIDGE = "02:00:00:00:00:01", "02:00:00:00:01:{:02x}"
+BRIDGE = "02:00:00:00:00:01"  # each bridge is a network by itself
 MTU_BYTES = 9000  # jumbo frames: headers are 1% of the traffic
 BURST_S = 200e-6  # what a class may send at once after a pause, as time at its rate
 # The queue where nodes share a link: as time at its rate, and at least so many frames, since
@@ -80,44 +81,62 @@ class Commands:
         for c in range(len(self.lab.topology.clusters)):
             if any(node.fast_address for node in self.lab.members(c)):
                 lines += self._bridge(f"br-{c}")
-            if self.lab.pipes(c):
-                lines += self._trunk(c)
             lines.append(self._write_hosts(c))
+        for number, pipe in enumerate(self.lab.pipes):
+            lines += self._pipe(number, pipe)
+        for number, pipe in enumerate(self.lab.pipes):
+            lines += self._lead(f"out{number}", pipe.ways, behind=number)
         lines += self._cgroup_root()
         for node in self.lab.nodes:
             lines += [*self._network(node), *self._shaping(node), *self._quota(node)]
         return lines
 
-    def _bridge(self, name: str, address: str = BRIDGE) -> list[str]:
+    def _bridge(self, name: str) -> list[str]:
         # With an address of its own: otherwise it has that of a port, until the port is taken out.
-        add = f"ip -n {self.switch} link add name {name} address {address} mtu {MTU_BYTES}"
+        add = f"ip -n {self.switch} link add name {name} address {BRIDGE} mtu {MTU_BYTES}"
         return [f"{add} type bridge", f"ip -n {self.switch} link set dev {name} up"]
 
-    def _ethernet(self, cluster: int) -> str:
-        """The bridge of the slow interfaces of a cluster."""
-        return f"br-eth-{cluster}" if self.lab.pipes(cluster) else "br-eth"
-
-    def _trunk(self, cluster: int) -> list[str]:
-        """The Ethernet bridge of a cluster whose nodes share links, and what leaves it shaped."""
+    def _pipe(self, number: int, pipe: LabPipe) -> list[str]:
+        """A pair of interfaces that lets through what a pipe can, each way with its own queue."""
         ip, tc = f"ip -n {self.switch}", f"tc -n {self.switch}"
-        up, down, own = f"up{cluster}", f"down{cluster}", self._ethernet(cluster)
-        add = f"{tc} class add dev {up} parent 1:"
+        into, out, rate = f"in{number}", f"out{number}", pipe.rate_bytes_per_s
+        limit = max(round(rate * QUEUE_S), QUEUE_FRAMES * FRAME_BYTES)
+        add = f"{tc} class add dev {into} parent 1:"
         lines = [
-            *self._bridge(own, OWN_BRIDGE.format(cluster)),
-            f"{ip} link add name {up} mtu {MTU_BYTES} type veth peer name {down} mtu {MTU_BYTES}",
-            f"{ip} link set dev {up} master {own} up",
-            f"{ip} link set dev {down} master br-eth up",
-            f"{tc} qdisc add dev {up} root handle 1: htb",  # what is in no class is not shaped
+            f"{ip} link add name {into} mtu {MTU_BYTES} type veth peer name {out} mtu {MTU_BYTES}",
+            f"{ip} link set dev {into} up",
+            f"{ip} link set dev {out} master br-eth up",
+            f"bridge -n {self.switch} link set dev {out} learning off flood off mcast_flood off",
+            f"{tc} qdisc add dev {into} root handle 1: htb",
+            f"{add} classid 1:{NIC:x} htb {_rates(rate, rate)}",
         ]
-        for b, link in self.lab.pipes(cluster).items():
-            minor, rate = FIRST_LINK + b, link.capacity_bytes_per_s
-            limit = max(round(rate * QUEUE_S), QUEUE_FRAMES * FRAME_BYTES)
+        for i, way in enumerate(pipe.ways):
+            minor = FIRST_LINK + i
             lines += [
-                f"{add} classid 1:{minor:x} htb {_rates(rate, rate)}",
-                f"{tc} qdisc add dev {up} parent 1:{minor:x} bfifo limit {limit}",
-                *_filters(tc, up, b, CLASSIFY + b, minor),
+                f"{add}{NIC:x} classid 1:{minor:x} htb {_rates(rate / len(pipe.ways), rate)}",
+                f"{tc} qdisc add dev {into} parent 1:{minor:x} bfifo limit {limit}",
+                f"{tc} filter add dev {into} parent 1: protocol ip pref {CLASSIFY + i} "
+                f"u32 {_between(way)} flowid 1:{minor:x}",
             ]
         return lines
+
+    def _lead(self, device: str, ways: Sequence[tuple[int, int]], behind: int = -1) -> list[str]:
+        """Leads what comes from a device to the next pipe of its way, after the pipe `behind`."""
+        tc = f"tc -n {self.switch}"
+        add = f"{tc} filter add dev {device} parent ffff: protocol ip"
+        nexts = [(way, [n for n in self.lab.pipes_of(way) if n > behind]) for way in ways]
+        lines = [
+            f"{add} pref {CLASSIFY + i} u32 {_between(way)} "
+            f"action mirred egress redirect dev in{pipes[0]}"
+            for i, (way, pipes) in enumerate(nexts)
+            if pipes
+        ]
+        return [f"{tc} qdisc add dev {device} ingress", *lines] if lines else []
+
+    def _place(self, node: LabNode) -> str:
+        """Tells the bridge at which port a node is."""
+        port = port_name(node, "eth0")
+        return f"bridge -n {self.switch} fdb replace {_mac(node)} dev {port} master static"
 
     def _write_hosts(self, cluster: int) -> str:
         entries = ["127.0.0.1 localhost"]
@@ -129,9 +148,11 @@ class Commands:
     def _network(self, node: LabNode) -> list[str]:
         inside = f"ip -n {self.namespace(node)}"
         lines = [f"ip netns add {self.namespace(node)}", f"{inside} link set dev lo up"]
-        lines += self._interface(
-            node, "eth0", self._ethernet(node.cluster), f"{node.slow_address}/16"
-        )
+        lines += self._interface(node, "eth0", "br-eth", f"{node.slow_address}/16")
+        if self.lab.pipes:
+            ways = [way for way in self.lab.links if way[0] == node.cluster]
+            lines.append(f"{inside} link set dev eth0 address {_mac(node)}")
+            lines += [self._place(node), *self._lead(port_name(node, "eth0"), ways)]
         if node.fast_address:
             lines += self._interface(node, "fast0", f"br-{node.cluster}", f"{node.fast_address}/24")
         # The fast addresses of other clusters, for links that are not called Ethernet.
@@ -187,7 +208,9 @@ class Commands:
         links = {b: link for (a, b), link in self.lab.links.items() if a == node.cluster}
         tc = f"tc -n {self.namespace(node)}"
         add = f"{tc} class add dev eth0 parent"
-        rates = [min(link.rate_bytes_per_s, link.capacity_bytes_per_s) for link in links.values()]
+        rates = [link.rate_bytes_per_s for link in links.values()]
+        passed = {pipe for b in links for pipe in self.lab.pipes_of((node.cluster, b))}
+        rates += [self.lab.pipes[number].rate_bytes_per_s for number in passed]
         slowest = min([rate, *rates])
         lines = [
             _limit_chunks(self.namespace(node), "eth0", slowest),
@@ -292,10 +315,12 @@ class Commands:
         out, back = [], []
         for device, _, _ in node.interfaces:
             is_slow = device == "eth0"
-            bridge = self._ethernet(node.cluster) if is_slow else f"br-{node.cluster}"
+            bridge = "br-eth" if is_slow else f"br-{node.cluster}"
             port = f"ip -n {self.switch} link set dev {port_name(node, device)}"
             out.append(f"{port} nomaster")
             back.append(f"{port} master {bridge}")
+            if is_slow and self.lab.pipes:
+                back.append(self._place(node))
         return out, back
 
 
@@ -314,6 +339,19 @@ def tear_down(id: str, version: Version) -> list[str]:
 def port_name(node: LabNode, device: str) -> str:
     """The other end of a node's interface, at its bridge."""
     return f"n{node.number}-{'eth' if device == 'eth0' else 'fast'}"
+
+
+def _mac(node: LabNode) -> str:
+    """The hardware address of a node's slow interface."""
+    return f"02:00:00:01:{node.number >> 8:02x}:{node.number & 255:02x}"
+
+
+def _between(way: tuple[int, int]) -> str:
+    """Matches packets from one cluster to another, by either address of their nodes."""
+    (high, low), mask = SLOW.split("."), "0xfffeff00"
+    prefix = int(high) << 24 | int(low) << 16
+    a, b = (f"{prefix | number << 8:#010x}" for number in way)
+    return f"match u32 {a} {mask} at 12 match u32 {b} {mask} at 16"
 
 
 def _rates(rate: float, ceil: float) -> str:

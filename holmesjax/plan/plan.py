@@ -25,6 +25,7 @@ from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
 from holmesjax.schedules.tasks import Task
+from holmesjax.topology.description import each_way
 from holmesjax.topology.fabrics import NETWORKS
 from holmesjax.units import show
 
@@ -100,6 +101,7 @@ class Plan:
     bound_s: float  # that no plan's predicted step takes less than
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
+    idle_because: dict[str, str] = field(default_factory=dict)  # cluster that is idle -> why
     in_flight: tuple[int, ...] = ()  # microbatches of each stage, if the schedule lets us choose
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
@@ -214,9 +216,9 @@ class Plan:
 
 def _to_dict(plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json")
-    for name in ("pipes", "queues"):
+    for name in ("pipes", "queues", "idle_because"):
         if not values[name]:
-            del values[name]  # so a plan without pipes has the hash that it always had
+            del values[name]  # so a plan without any has the hash that it always had
     return values
 
 
@@ -337,6 +339,7 @@ def describe(
         if len(idle) > IDLE_SHOWN:
             idle = [f"{sum(plan.idle.values())} on {len(plan.idle)} nodes"]
         lines.append(f"  idle      devices: {', '.join(idle)}")
+        lines += [f"            {name}: {why}" for name, why in plan.idle_because.items()]
     boundary = f", {show(plan.boundary_bytes, 'B')} each way between stages"
     lines.append(
         f"  schedule  {plan.schedule}, {_count(plan.microbatches, 'microbatch', 'es')} of "
@@ -348,7 +351,11 @@ def describe(
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
     if plan.pipes:
-        lines.append(f"  pipes     share of the capacity in use: {_pipes(plan.pipes)}")
+        queued = {queue.pipe for queue in plan.queues}
+        waits = lambda name: ", where boundaries wait for each other," * (name in queued)
+        texts = {name: f"{share:.0%}{waits(name)}" for name, share in plan.pipes.items()}
+        shares_of = each_way(texts)
+        lines.append(f"  pipes     share of the capacity in use: {', '.join(shares_of)}")
     return [
         *lines,
         f"  step      {show(plan.step_time_s, 's')} predicted: {shares}",
@@ -375,22 +382,6 @@ def _tensor_over_network(plan: Plan) -> list[str]:
         "and no faster plan",
         "            was found that keeps it inside nodes",
     ]
-
-
-def _pipes(shares: dict[str, float]) -> str:
-    """Shows both ways of a pipe at once if their shares are equal.
-
-    >>> _pipes({"ib -> roce": 0.5, "roce -> ib": 0.5, "ib -> old": 0.25, "old -> ib": 0.1})
-    'ib <-> roce 50% each way, ib -> old 25%, old -> ib 10%'
-    """
-    texts = {tuple(way.split(" -> ")): f"{share:.0%}" for way, share in shares.items()}
-    told = []
-    for (a, b), text in texts.items():
-        if texts.get((b, a)) != text:
-            told.append(f"{a} -> {b} {text}")
-        elif f"{b} <-> {a} {text} each way" not in told:
-            told.append(f"{a} <-> {b} {text} each way")
-    return ", ".join(told)
 
 
 def _proof(plan: Plan, is_pinned: bool) -> str:

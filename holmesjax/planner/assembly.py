@@ -23,10 +23,20 @@ from holmesjax.planner.step_time import (
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import saving
 from holmesjax.topology.machines import Topology
+from holmesjax.units import show
 
 
-def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
-    """The plan of a candidate, with what each of its stages costs."""
+def as_plan(
+    problem: Problem, candidate: Candidate, bound_s: float, others: Sequence[Candidate] = ()
+) -> Plan:
+    """The plan of a candidate, with what each of its stages costs.
+
+    Args:
+      problem: source of the seconds.
+      candidate: what the plan is of.
+      bound_s: that no plan takes less than.
+      others: what else was found, by which the plan says why a cluster is idle.
+    """
     config, assignment, settings = problem.config, candidate.assignment, candidate.settings
     order, num_stages = candidate.order, len(assignment.layers)
     sends_s = _send_times(problem, candidate)
@@ -65,6 +75,7 @@ def as_plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         topology_hash=saving.hash_of(problem.topology),
         stages=tuple(stages),
         idle=_idle(problem.topology, stages),
+        idle_because=_idle_because(problem, candidate, stages, others),
         global_batch=config.train.global_batch,
         microbatches=settings.microbatches,
         schedule=order.schedule,
@@ -99,11 +110,11 @@ def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
 def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """The share of each pipe's capacity that a step uses."""
     sent = link_bytes(problem, candidate.assignment, candidate.settings, candidate.order.chunks)
+    used = {pipe: math.fsum(sent.get(way, 0.0) for way in pipe.ways) for pipe in problem.pipes}
     return {
-        " -> ".join(pipe): sent[pipe]
-        / (problem.topology.capacity_bytes_per_s(*pipe) * candidate.step_s)
-        for pipe in problem.pipes
-        if pipe in sent
+        str(pipe): num_bytes / (pipe.capacity_bytes_per_s * candidate.step_s)
+        for pipe, num_bytes in used.items()
+        if num_bytes
     }
 
 
@@ -225,3 +236,44 @@ def _idle(topology: Topology, stages: Sequence[StagePlan]) -> dict[str, int]:
         for node in topology.nodes
     }
     return {node: num_devices for node, num_devices in idle.items() if num_devices}
+
+
+def _idle_because(
+    problem: Problem,
+    chosen: Candidate,
+    stages: Sequence[StagePlan],
+    others: Sequence[Candidate],
+) -> dict[str, str]:
+    """Why each cluster that no stage uses is idle, where more than the plan was found."""
+    used = {node for stage in stages for node in stage.nodes}
+    idle = [c for c in problem.topology.clusters if used.isdisjoint(node.name for node in c.nodes)]
+    asked = problem.config.parallel.clusters
+    return {
+        cluster.name: "parallel.clusters leaves it out"
+        if asked is not None and cluster.name not in asked
+        else _worth_of(problem, cluster.name, chosen, others)
+        for cluster in idle
+        if others
+    }
+
+
+def _worth_of(
+    problem: Problem, cluster: str, chosen: Candidate, others: Sequence[Candidate]
+) -> str:
+    """Compares a plan with the best one that was found with a cluster."""
+    with_it = [
+        other
+        for other in others
+        if any(problem.pools[s.pool].cluster.name == cluster for s in other.assignment.segments)
+    ]
+    if not with_it:
+        return "no plan with it was found that is worth a look, or has room"
+    best = min(with_it, key=lambda other: other.step_s)
+    [free_s] = step_seconds(problem, [best.assignment], best.settings, best.order, with_links=False)
+    longer = best.step_s / chosen.step_s - 1.0
+    told = f"the best plan found with it takes {show(best.step_s, 's')}, {longer:.1%} longer"
+    if longer <= 0.0:
+        return f"{told.partition(',')[0]}, which costs more"
+    if free_s < chosen.step_s:
+        return f"{told}: its links are too slow; if they took no time, {show(float(free_s), 's')}"
+    return f"{told}, and {show(float(free_s), 's')} if its links took no time"

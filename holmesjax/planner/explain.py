@@ -47,7 +47,7 @@ from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Candidate
 from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder
 from holmesjax.topology import upgrades
-from holmesjax.topology.machines import Topology
+from holmesjax.topology.machines import Pipe, Topology, Ways, backwards
 from holmesjax.units import show
 
 NUM_PLANS = 5  # side by side
@@ -214,10 +214,12 @@ def _things(problem: Problem, candidate: Candidate) -> Iterator[tuple[str, Topol
         [fabric] = [c.fabric for c in topology.clusters if c.name == cluster]
         if fabric != "local":
             yield f"{fabric} of {cluster}", upgrades.faster_fabric(topology, cluster, NUDGE)
-    for pair in upgrades.neighbouring_pairs([*names, names[0]]):  # chunks and tied tables go round
+    pairs = upgrades.neighbouring_pairs([*names, names[0]])  # chunks and tied tables go round
+    for pair in pairs:
         yield _link_name(topology, pair), upgrades.faster_link(topology, pair, NUDGE)
-        if pair in topology.pipes or pair[::-1] in topology.pipes:
-            yield _pipe_name(pair), upgrades.wider_pipe(topology, pair, NUDGE)
+    for name, pipe in _pipes(topology):
+        if not {*pairs, *(pair[::-1] for pair in pairs)}.isdisjoint(pipe.ways):
+            yield name, upgrades.wider_pipe(topology, pipe.ways, NUDGE)
     yield "what a process sends over TCP", upgrades.faster_transport(topology, NUDGE)
 
 
@@ -230,8 +232,14 @@ def _link_name(topology: Topology, pair: upgrades.Way) -> str:
     return f"{topology.links[pair].fabric} {'<->'.join(pair)}"
 
 
-def _pipe_name(pair: upgrades.Way) -> str:
-    return f"capacity {'<->'.join(pair)}"
+def _pipes(topology: Topology) -> Iterator[tuple[str, Pipe]]:
+    """Each capacity with its name, once for both directions."""
+    done: set[Ways] = set()
+    for pipe in topology.pipes:
+        if backwards(pipe.ways) not in done:
+            what = "uplink" if pipe.is_uplink else "capacity"
+            yield f"{what} {str(pipe).replace(' -> ', '<->')}", pipe
+        done.add(pipe.ways)
 
 
 def _step_s(problem: Problem, candidate: Candidate) -> float:
@@ -394,9 +402,11 @@ def _upgraded(topology: Topology) -> Iterator[tuple[str, Topology]]:
     for pair in itertools.combinations(names, 2):
         what = f"{_link_name(topology, pair)} {UPGRADE:g} times as fast"
         yield what, upgrades.faster_link(topology, pair, UPGRADE)
-        if pair in topology.pipes or pair[::-1] in topology.pipes:
-            what = f"{_pipe_name(pair)} {UPGRADE:g} times as large"
-            yield what, upgrades.wider_pipe(topology, pair, UPGRADE)
+    for name, pipe in _pipes(topology):
+        yield (
+            f"{name} {UPGRADE:g} times as large",
+            upgrades.wider_pipe(topology, pipe.ways, UPGRADE),
+        )
     for cluster in topology.clusters:
         if cluster.fabric != "local":
             what = f"{cluster.fabric} of {cluster.name} {UPGRADE:g} times as fast"

@@ -28,7 +28,7 @@ from holmesjax.costs import collective_times
 from holmesjax.costs.collective_times import NCCL, Group, Reached
 from holmesjax.topology.fabrics import Fabric
 from holmesjax.topology.file import CollectiveKind
-from holmesjax.topology.machines import Collective, Link, Node, Topology
+from holmesjax.topology.machines import Collective, Link, Node, Pipe, Topology
 
 A = TypeVar("A", bound=str)  # the name of an axis
 
@@ -63,7 +63,7 @@ class Paths:
     is_uniform: bool  # all nodes and all paths between them are equal
     # Cluster -> nodes of a group -> what was measured of its collectives: of all links of a node.
     software: Mapping[str, Mapping[int, Mapping[CollectiveKind, Reached]]]
-    pipes: tuple[tuple[str, str], ...]  # clusters of the nodes whose link has a capacity
+    pipes: tuple[Pipe, ...]  # between clusters of the nodes
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
@@ -97,7 +97,7 @@ class Paths:
             s_per_byte=np.maximum(ends_NN, np.maximum(cost_NN, cost_NN.T)),
             is_uniform=len(kinds) == 1 and not measured,
             software=_software(topology, names),
-            pipes=tuple(pipe for pipe in topology.pipes if names.issuperset(pipe)),
+            pipes=tuple(pipe for pipe in topology.pipes if any(map(names.issuperset, pipe.ways))),
         )
 
     def link(self, pair: tuple[int, int]) -> Link:
@@ -117,7 +117,8 @@ class Paths:
     def part_of_pipes(self, groups: np.ndarray) -> float:
         """Each group's share of the pipe that it has least of, while all of them send at once.
 
-        A ring crosses a pipe once each way. Infinite where no group does.
+        A ring crosses a pipe as often as its clusters have ways in it that can follow each other:
+        each is left once and entered once. Infinite where no group crosses one.
 
         Args:
           groups: positions of nodes, [groups, devices of each].
@@ -125,11 +126,19 @@ class Paths:
         if not self.pipes:
             return math.inf
         homes = np.array([self.topology.cluster_of(name).name for name in self.nodes])[groups]
+        has = {c.name: (homes == c.name).any(axis=1) for c in self.topology.clusters}
         least = math.inf
-        for a, b in self.pipes:
-            crossing = int(((homes == a).any(axis=1) & (homes == b).any(axis=1)).sum())
-            if crossing:
-                least = min(least, self.topology.effective_capacity(a, b) / crossing)
+        for pipe in self.pipes:
+            is_crossed = {(a, b): has[a] & has[b] for a, b in pipe.ways}  # [groups] each
+            ends = [
+                sum(
+                    np.any([is_crossed[way] for way in pipe.ways if way[end] == name], axis=0)
+                    for name in {way[end] for way in pipe.ways}
+                )
+                for end in (0, 1)
+            ]
+            if crossing := int(np.minimum(*ends).sum()):
+                least = min(least, pipe.reached_bytes_per_s / crossing)
         return least
 
     def shared_software(

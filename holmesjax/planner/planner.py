@@ -76,7 +76,7 @@ def make_plans(
     the search without pins finds none.
     """
     with_pins, without = _find_both(config, topology, say, usable_memory, compares)
-    plan = lambda problem, found: as_plan(problem, found.best[0], found.bound_s)
+    plan = lambda problem, found: as_plan(problem, found.best[0], found.bound_s, found.best)
     return plan(*with_pins), None if without is None else plan(*without)
 
 
@@ -102,7 +102,7 @@ def make_changed_plan(
     then, found = find(config, changed, say, usable_memory)
     again = timed_again(now, best, changed) if config.plan == PlanConfig() else None
     if again is None or again[1].step_s >= found.best[0].step_s:
-        return as_plan(then, found.best[0], found.bound_s)
+        return as_plan(then, found.best[0], found.bound_s, found.best)
     return as_plan(*again, min(found.bound_s, again[1].step_s))
 
 

@@ -5,7 +5,7 @@ slot        the place of one stage in its segment
 assignment  segments in the order of the pipeline, with the layers of every stage
 order       which schedule the pipeline runs, and with how many microbatches
 flow        what one stage sends to another, one array after the other
-pipe        a link between two clusters with a capacity: flows that want more of it queue
+pipe        a capacity of one way between clusters, or of several: flows that want more queue
 """
 
 import functools
@@ -35,7 +35,7 @@ from holmesjax.planner.stage_layouts import (
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue, Simulator
 from holmesjax.schedules.tasks import Task, max_in_flight
-from holmesjax.topology.machines import Link, Node, Topology
+from holmesjax.topology.machines import Link, Node, Pipe, Topology
 
 
 class StageSlot(NamedTuple):
@@ -120,9 +120,7 @@ class Problem:
     )
     _both_ways_s: dict[tuple[Flow, float], tuple[float, float]] = field(default_factory=dict)
     _inside_s: dict[tuple[Segment, float], list[tuple[float, float]]] = field(default_factory=dict)
-    _queues: dict[tuple[object, ...], list[tuple[int, int, tuple[str, str]]]] = field(
-        default_factory=dict
-    )
+    _queues: dict[tuple[object, ...], list[tuple[int, int, Pipe]]] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -151,7 +149,7 @@ class Problem:
         return replace(self, config=config, usable_memory=share)
 
     @cached_property
-    def pipes(self) -> list[tuple[str, str]]:
+    def pipes(self) -> list[Pipe]:
         return self.topology.pipes
 
     def boundary_bytes(self, settings: StepSettings) -> float:
@@ -312,10 +310,14 @@ class Problem:
             Counter(self.topology.cluster_of(node).name for node in nodes)
             for nodes in (sources, targets)
         )
-        counts = {(a, b): min(here[a], there[b]) for a, b in self.pipes}
-        capacity = self.topology.effective_capacity
-        parts = (capacity(*pipe) / count for pipe, count in counts.items() if count)
-        return min(parts, default=math.inf)
+        least = math.inf
+        for pipe in self.pipes:
+            own = [(a, b) for a, b in pipe.ways if here[a] and there[b]]
+            ends = zip((here, there), zip(*own, strict=True), strict=False)
+            count = min((sum(at[name] for name in set(names)) for at, names in ends), default=0)
+            if count:
+                least = min(least, pipe.reached_bytes_per_s / count)
+        return least
 
     def queues(self, assignment: Assignment, settings: StepSettings, chunks: int) -> list[Queue]:
         """The flows over pipes whose capacity is less than these flows would send together."""
@@ -329,8 +331,8 @@ class Problem:
             Queue(
                 source,
                 target,
-                " -> ".join(pipe),
-                hold_s=num_bytes / self.topology.effective_capacity(*pipe),
+                str(pipe),
+                hold_s=num_bytes / pipe.reached_bytes_per_s,
                 latency_s=self._path(
                     (assignment.slots[source], assignment.slots[target])
                 ).link.latency_s,
@@ -338,24 +340,20 @@ class Problem:
             for source, target, pipe in self._queues[key]
         ]
 
-    def _shared(
-        self, slots: Sequence[StageSlot], goes_round: bool
-    ) -> list[tuple[int, int, tuple[str, str]]]:
+    def _shared(self, slots: Sequence[StageSlot], goes_round: bool) -> list[tuple[int, int, Pipe]]:
         """Sources and targets of the flows that queue, each with its pipe."""
         pairs = list(itertools.pairwise(range(len(slots))))
         if goes_round:
             pairs.append((len(slots) - 1, 0))
-        users: dict[tuple[str, str], set[tuple[int, int]]] = {}
-        for ends in {*pairs, *((b, a) for a, b in pairs)}:
-            a, b = (self.pools[slots[stage].pool].cluster.name for stage in ends)
-            if (a, b) in self.pipes:
-                users.setdefault((a, b), set()).add(ends)
+        flows = sorted({*pairs, *((b, a) for a, b in pairs)})
+        names = [self.pools[slot.pool].cluster.name for slot in slots]
         found = []
-        for pipe, own in users.items():
-            paths = [self._path((slots[a], slots[b])) for a, b in own]
+        for pipe in self.pipes:
+            users = [(a, b) for a, b in flows if (names[a], names[b]) in pipe.ways]
+            paths = [self._path((slots[a], slots[b])) for a, b in users]
             wanted = math.fsum(path.num_pairs * path.link.bandwidth_bytes_per_s for path in paths)
-            if wanted > self.topology.effective_capacity(*pipe) * (1 + 1e-9):
-                found += [(a, b, pipe) for a, b in sorted(own)]
+            if wanted > pipe.reached_bytes_per_s * (1 + 1e-9):
+                found += [(a, b, pipe) for a, b in users]
         return found
 
     def links_of(self, pool_index: int) -> list[Link]:
@@ -378,8 +376,10 @@ class Problem:
         return self._links_of[pool_index]
 
     def _capacity(self, source: Pool, target: Pool) -> float:
-        a, b = source.cluster.name, target.cluster.name
-        return math.inf if a == b else self.topology.effective_capacity(a, b)
+        """The least of the pipes from one pool to another."""
+        way = source.cluster.name, target.cluster.name
+        rates = (pipe.reached_bytes_per_s for pipe in self.pipes if way in pipe.ways)
+        return min(rates, default=math.inf)
 
     def like(self, slot: StageSlot) -> StageSlot:
         """A slot that costs as much: the same one for all stages of equal whole nodes."""

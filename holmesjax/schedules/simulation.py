@@ -3,6 +3,7 @@
 bubble   share of the step during which a stage has nothing to run
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,7 +50,8 @@ class Queue(NamedTuple):
     """A pipe that transfers between two stages share with those between others.
 
     An array waits until those before it are through; then it holds the pipe for its own bytes,
-    though its own link may take longer.
+    though its own link may take longer. Where its way goes through several pipes, it waits at each
+    by itself, and is there when the last of them has let it through.
     """
 
     source: int  # stage
@@ -167,15 +169,18 @@ class Simulator:
         count, num_cases = len(self.tasks), task_s.shape[1]
         case, num_stages = np.arange(num_cases), len(self._last)
         ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
+        most = max(max(Counter(queue[:2] for queue in own).values(), default=0) for own in queues)
         # By link, the last for what is sent to no other stage; -1: no queue.
-        pipe = np.full((num_stages**2 + 1, num_cases), -1)
+        pipe = np.full((most, num_stages**2 + 1, num_cases), -1)
         hold_s, latency_s = np.zeros(pipe.shape), np.zeros(pipe.shape)
         for k, own in enumerate(queues):
-            names = list(dict.fromkeys(queue.pipe for queue in own))
+            names, taken = list(dict.fromkeys(queue.pipe for queue in own)), Counter[int]()
             for queue in own:
                 link = queue.source * num_stages + queue.target
-                pipe[link, k] = names.index(queue.pipe)
-                hold_s[link, k], latency_s[link, k] = queue.hold_s, queue.latency_s
+                at = taken[link], link, k
+                pipe[at], hold_s[at] = names.index(queue.pipe), queue.hold_s
+                latency_s[at] = queue.latency_s
+                taken[link] += 1
         free_s = np.zeros((pipe.max() + 1, num_cases))  # of each pipe
         start_s = np.zeros((count + 1 + len(ready_s), num_cases))
         end_s, sent_s = np.zeros_like(start_s), np.zeros_like(start_s)
@@ -189,13 +194,14 @@ class Simulator:
             number, own = task[~is_task], case[~is_task]
             leaves_s = np.maximum(end_s[number, own], sent_s[link_before[number], own])
             sent_s[number, own] = leaves_s + ways_s[way[number], own]
-            waits = pipe[self._link[number], own] >= 0
-            number, own, leaves_s = number[waits], own[waits], leaves_s[waits]
-            link = self._link[number]
-            through_s = np.maximum(leaves_s, free_s[pipe[link, own], own]) + hold_s[link, own]
-            free_s[pipe[link, own], own] = through_s
-            arrives_s = through_s + latency_s[link, own]
-            sent_s[number, own] = np.maximum(sent_s[number, own], arrives_s)
+            for pipe_LC, hold_s_LC, latency_s_LC in zip(pipe, hold_s, latency_s, strict=True):
+                waits = pipe_LC[self._link[number], own] >= 0
+                waiting, cases, link = number[waits], own[waits], self._link[number[waits]]
+                place = pipe_LC[link, cases], cases
+                through_s = np.maximum(leaves_s[waits], free_s[place]) + hold_s_LC[link, cases]
+                free_s[place] = through_s
+                arrives_s = through_s + latency_s_LC[link, cases]
+                sent_s[waiting, cases] = np.maximum(sent_s[waiting, cases], arrives_s)
         return start_s[:count], end_s[:count], sent_s[:count]
 
     def _run(

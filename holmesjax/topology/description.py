@@ -1,13 +1,13 @@
 """Machines as lines for the console."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, groupby
 
 from holmesjax import units
 from holmesjax.topology import windows
-from holmesjax.topology.machines import Cluster, Link, Measured, Node, Topology
+from holmesjax.topology.machines import Cluster, Link, Measured, Node, Topology, name_of
 
 
 def describe(topology: Topology) -> list[str]:
@@ -20,23 +20,50 @@ def describe(topology: Topology) -> list[str]:
         if rest := [node for nodes in groups[GROUPS_SHOWN:] for node in nodes]:
             count = sum(node.num_devices for node in rest)
             lines.append(f"  {cluster.name:<9} {_counted(len(rest), 'more node')}, {count} devices")
-    order = [cluster.name for cluster in topology.clusters]
-    for a, b in combinations(order, 2):
+    for one, other in combinations(topology.clusters, 2):
+        a, b = one.name, other.name
         there, back = topology.links[a, b], topology.links[b, a]
         if there == back:
             lines.append(f"  {a} <-> {b}: {_link_text(there)} each way")
         else:
             lines += [f"  {a} -> {b}: {_link_text(there)}", f"  {b} -> {a}: {_link_text(back)}"]
-        round_trip_s = there.latency_s + back.latency_s
+        ends = one.nodes[0].name, other.nodes[0].name
+        round_trip_s = topology.round_trip_s(*ends)
         carried = windows.most_bytes_per_s(round_trip_s)
+        if topology.measured and ends in topology.measured.pairs:
+            continue  # with the windows that the kernels have granted
         if carried < max(there.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s):
             lines.append(
                 f"  {a} <-> {b}: a process sends at most {units.show(carried, 'b/s')}, in "
                 f"{windows.MAX_FILLING} connections of {units.show(windows.WINDOW_BYTES, 'B')} a "
                 f"round trip of {units.show(round_trip_s, 's')}"
             )
+    shared = {
+        name_of(pipe.ways): f"share {units.show(pipe.capacity_bytes_per_s, 'b/s')}"
+        for pipe in topology.pipes
+        if pipe.is_uplink
+    }
+    lines += [f"  {line}" for line in each_way(shared)]
     if topology.measured is not None:
         lines.append(_measured_line(topology, topology.measured))
+    return lines
+
+
+def each_way(texts: Mapping[str, str]) -> list[str]:
+    """Lines with the text of each pipe, by its name; both directions at once if they are equal.
+
+    >>> each_way({"a -> b": "50%", "b -> a": "50%", "a -> c+d": "25%", "c+d -> a": "10%"})
+    ['a <-> b 50% each way', 'a -> c+d 25%', 'c+d -> a 10%']
+    """
+    lines = []
+    for name, text in texts.items():
+        ways = [way.split(" -> ") for way in name.split(" + ")]
+        back = " + ".join(f"{b} -> {a}" for a, b in sorted(ways, key=lambda ends: ends[::-1]))
+        line = f"{back.replace(' -> ', ' <-> ')} {text} each way"
+        if texts.get(back) != text or back == name:
+            lines.append(f"{name} {text}")
+        elif line not in lines:
+            lines.append(f"{name.replace(' -> ', ' <-> ')} {text} each way")
     return lines
 
 

@@ -123,6 +123,14 @@ class LinkEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UplinkEntry:
+    """A capacity that links share: both ways, unless an entry names all in the other order."""
+
+    pairs: tuple[tuple[Name, ...], ...]  # of clusters, the sender first
+    capacity: NetworkRate  # of all nodes and pairs together, one way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PairEntry:
     """A measurement from one node, the sender, to another."""
 
@@ -171,6 +179,7 @@ class MeasuredEntry:
     collectives: tuple[CollectiveEntry, ...] = ()
     transports: tuple[TransportEntry, ...] = ()
     capacities: tuple[CapacityEntry, ...] = ()
+    uplinks: tuple[UplinkEntry, ...] = ()  # each for one direction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +189,7 @@ class TopologyEntry:
     name: Name
     clusters: tuple[ClusterEntry, ...]
     links: tuple[LinkEntry, ...] = ()
+    uplinks: tuple[UplinkEntry, ...] = ()
     measured: MeasuredEntry | None = None
 
 

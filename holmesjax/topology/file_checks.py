@@ -4,7 +4,7 @@ A check reads `schema.Known` entries, so that it can run on a file with other mi
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from holmesjax.topology.file import (
     NicEntry,
     PairEntry,
     TopologyEntry,
+    UplinkEntry,
     missing_values,
     nodes_of,
 )
@@ -193,7 +194,12 @@ def links_join_clusters(document: Document, file: TopologyEntry) -> Iterator[Hol
 def _ends_exist(
     document: Document, keys: Keys, link: LinkEntry | CapacityEntry, names: list[str]
 ) -> Iterator[HolmesError]:
-    place, ends = (*keys, "between"), link.between
+    yield from _are_two_clusters(document, (*keys, "between"), link.between, names)
+
+
+def _are_two_clusters(
+    document: Document, place: Keys, ends: Sequence[str], names: list[str]
+) -> Iterator[HolmesError]:
     if len(ends) != 2 or ends[0] == ends[1]:
         found = f"[{', '.join(ends)}]"
         fix = f"write two of {', '.join(names)}, the first one as the sender"
@@ -202,6 +208,39 @@ def _ends_exist(
         if name not in names:
             fix = schema.near(name, names)
             yield document.mistake((*place, i), "no such cluster", found=name, fix=fix)
+
+
+def uplinks_are_shared(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
+    names = [cluster.name for cluster in file.clusters]
+    yield from _uplinks_differ(document, ("uplinks",), file.uplinks, names)
+
+
+def _uplinks_differ(
+    document: Document, keys: Keys, uplinks: Sequence[UplinkEntry], names: list[str]
+) -> Iterator[HolmesError]:
+    """The pairs of an uplink are of clusters, each once; no two uplinks have the same pairs."""
+    for i, uplink in enumerate(uplinks):
+        yield from schema.findings(_pairs_differ, document, (*keys, i, "pairs"), uplink, names)
+    seen: list[set[tuple[str, ...]]] = []
+    for i, uplink in enumerate(uplinks):
+        if (pairs := set(uplink.pairs)) in seen:
+            fix = "remove one, or write every pair in the other order for the other direction"
+            found = "the same pairs again"
+            yield document.mistake((*keys, i, "pairs"), "are given twice", found=found, fix=fix)
+        seen.append(pairs)
+
+
+def _pairs_differ(
+    document: Document, place: Keys, uplink: UplinkEntry, names: list[str]
+) -> Iterator[HolmesError]:
+    if not uplink.pairs:
+        fix = "write the pairs of clusters that share the capacity, such as [[a, b], [a, c]]"
+        yield document.mistake(place, "must not be empty", found="[]", fix=fix)
+    for j, pair in enumerate(uplink.pairs):
+        yield from _are_two_clusters(document, (*place, j), pair, names)
+        if pair in uplink.pairs[:j]:
+            found, fix = f"[{', '.join(pair)}] again", "remove one of them"
+            yield document.mistake((*place, j), "is given twice", found=found, fix=fix)
 
 
 def measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:
@@ -235,6 +274,8 @@ def measured_is_of_these(document: Document, file: TopologyEntry) -> Iterator[Ho
             found, fix = f"[{', '.join(pipe.between)}] again", "remove one of them"
             yield document.mistake((*keys, "between"), "is given twice", found=found, fix=fix)
         seen_pipes.append(pipe.between)
+    own = ("measured", "uplinks")
+    yield from schema.findings(_uplinks_differ, document, own, file.measured.uplinks, list(sizes))
     named = [transport.cluster for transport in file.measured.transports]
     for i, name in enumerate(named):
         keys = ("measured", "transports", i, "cluster")

@@ -19,6 +19,8 @@ from holmesjax.topology.machines import (
     Nic,
     Node,
     Topology,
+    Ways,
+    backwards,
 )
 
 
@@ -30,10 +32,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
     file = _read(path, overrides)
     calibrated = cache(lambda name: calibration.read(calibration.find(name, Path(path).parent)))
     links = {(a, b): _link(entry) for entry in file.links for a, b in [entry.between]}
+    uplinks = {_ways(entry): entry.capacity for entry in file.uplinks}
     return Topology(
         name=file.name,
         clusters=tuple(_cluster(entry, calibrated) for entry in file.clusters),
         links={(b, a): link for (a, b), link in links.items()} | links,
+        uplinks={backwards(ways): rate for ways, rate in uplinks.items()} | uplinks,
         measured=_measured(file.measured) if file.measured else None,
     )
 
@@ -48,6 +52,7 @@ def _read(path: str | Path, overrides: Sequence[str] = ()) -> topology_file.Topo
     mistakes += schema.findings(file_checks.clusters_make_sense, document, file)
     mistakes += schema.findings(file_checks.calibrations_fit, document, file)
     mistakes += schema.findings(file_checks.links_join_clusters, document, file)
+    mistakes += schema.findings(file_checks.uplinks_are_shared, document, file)
     mistakes += schema.findings(file_checks.measured_is_of_these, document, file)
     if mistakes:
         raise Mistakes(mistakes)
@@ -70,8 +75,13 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
             for c in entry.collectives
         ),
         transports={transport.cluster: transport.bandwidth for transport in entry.transports},
-        capacities={(a, b): pipe.capacity for pipe in entry.capacities for a, b in [pipe.between]},
+        capacities={((a, b),): own.capacity for own in entry.capacities for a, b in [own.between]}
+        | {_ways(uplink): uplink.capacity for uplink in entry.uplinks},
     )
+
+
+def _ways(entry: topology_file.UplinkEntry) -> Ways:
+    return tuple(sorted((a, b) for a, b in entry.pairs))
 
 
 Calibrated = Callable[[str], calibration.CalibrationFile]  # by the name in the topology file

@@ -5,7 +5,8 @@
     cluster   nodes that reach each other over one fabric
     fabric    one kind of network: `nvlink`, `infiniband`, `roce`, `ethernet`
     link      a one-way path with a bandwidth and a latency
-    pipe      a link between two clusters with a capacity, which all nodes that use it share
+    way       from one cluster to another
+    pipe      a capacity that all nodes share, of one way between clusters, or of several: an uplink
     topology  all clusters, and the links that join them
 
 This module only describes: `planner` chooses a layout, `mesh` makes a `jax.sharding.Mesh` of it. No
@@ -23,6 +24,8 @@ from holmesjax.topology import catalogue, file as topology_file, windows
 from holmesjax.topology.calibration import UNKNOWN, Calibration, Product
 from holmesjax.topology.fabrics import FABRICS, Fabric
 
+Way = tuple[str, str]  # from one cluster to another
+Ways = tuple[Way, ...]  # sorted, so equal ways are equal keys
 Numbers = float | np.ndarray  # one, or an array with one for each of several stages
 Sizes = int | np.ndarray  # whole ones
 
@@ -127,8 +130,41 @@ class Measured:
     collectives: tuple[Collective, ...] = ()
     # Bytes per second of boundaries that one process of a cluster sends to another one, by cluster.
     transports: dict[str, float] = field(default_factory=dict)
-    # Bytes per second of all nodes of one cluster to those of another, where pairs share the link.
-    capacities: dict[tuple[str, str], float] = field(default_factory=dict)
+    # Bytes per second of all nodes that send some ways, where these nodes share them.
+    capacities: dict[Ways, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipe:
+    """A capacity that whatever goes some ways between clusters shares."""
+
+    ways: Ways  # several: an uplink
+    capacity_bytes_per_s: float  # as measured or nominal
+    reached_bytes_per_s: float  # that messages get of it
+
+    def __str__(self) -> str:
+        return name_of(self.ways)
+
+    @property
+    def is_uplink(self) -> bool:
+        return len(self.ways) > 1
+
+
+def backwards(ways: Ways) -> Ways:
+    """The same ways in the other direction."""
+    return tuple(sorted((b, a) for a, b in ways))
+
+
+def name_of(ways: Ways) -> str:
+    """Names ways, by one arrow if all of the senders send to all of the receivers.
+
+    >>> name_of((("a", "b"), ("a", "c"))), name_of((("a", "b"), ("c", "d")))
+    ('a -> b+c', 'a -> b + c -> d')
+    """
+    senders, receivers = (dict.fromkeys(ends) for ends in zip(*ways, strict=True))
+    if len(ways) == len(senders) * len(receivers):
+        return f"{'+'.join(senders)} -> {'+'.join(receivers)}"
+    return " + ".join(f"{a} -> {b}" for a, b in ways)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +173,9 @@ class Topology:
 
     name: str
     clusters: tuple[Cluster, ...]
-    links: dict[tuple[str, str], Link]  # between clusters, one entry each way
+    links: dict[Way, Link]  # between clusters, one entry each way
+    # Capacities that links share with each other: bytes per second, one entry each way.
+    uplinks: dict[Ways, float] = field(default_factory=dict)
     measured: Measured | None = None
     _homes: dict[str, tuple[Cluster, Node]] = field(init=False, repr=False, compare=False)
     _nodes: tuple[Node, ...] = field(init=False, repr=False, compare=False)  # of each device
@@ -182,6 +220,10 @@ class Topology:
         measured = self.measured.pairs if self.measured else {}
         return measured.get((node_a, node_b)) or self.nominal_link(node_a, node_b)
 
+    def round_trip_s(self, node_a: str, node_b: str) -> float:
+        """Seconds until the answer to a short message from one node to another is back."""
+        return self.link(node_a, node_b).latency_s + self.link(node_b, node_a).latency_s
+
     def effective_link(self, node_a: str, node_b: str) -> Link:
         """The link that messages get: as measured, or a share of the nominal one."""
         link = self.link(node_a, node_b)
@@ -200,31 +242,30 @@ class Topology:
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link  # measured as boundaries are sent
         ends = (self.cluster_of(node).name for node in (node_a, node_b))
-        round_trip_s = link.latency_s + self.link(node_b, node_a).latency_s
         most = processes * min(map(self.transport_bytes_per_s, ends))
-        windowed = processes * windows.most_bytes_per_s(round_trip_s)
+        windowed = processes * windows.most_bytes_per_s(self.round_trip_s(node_a, node_b))
         return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, most, windowed))
 
     @property
-    def pipes(self) -> list[tuple[str, str]]:
-        """The clusters whose link has a capacity, one entry each way."""
-        return sorted(p for p in self.links if math.isfinite(self.capacity_bytes_per_s(*p)))
-
-    def capacity_bytes_per_s(self, cluster_a: str, cluster_b: str) -> float:
-        """The rate of all nodes of one cluster to those of another, as measured or nominal.
-
-        Infinite where they do not share the link.
-        """
+    def pipes(self) -> list[Pipe]:
+        """All capacities, one entry each way: of links, and those that several links share."""
         measured = self.measured.capacities if self.measured else {}
-        pair = cluster_a, cluster_b
-        return measured.get(pair, self.links[pair].capacity_bytes_per_s)
+        found = []
+        for ways in sorted({*self._nominal_capacities(), *measured}):
+            rate = self._nominal_capacities().get(ways, math.inf)
+            reached = rate * min(FABRICS[self.links[way].fabric].reached for way in ways)
+            if ways in measured:
+                rate = reached = measured[ways]
+            found.append(Pipe(ways=ways, capacity_bytes_per_s=rate, reached_bytes_per_s=reached))
+        return found
 
-    def effective_capacity(self, cluster_a: str, cluster_b: str) -> float:
-        """The bytes per second that messages reach of `capacity_bytes_per_s`."""
-        capacity = self.capacity_bytes_per_s(cluster_a, cluster_b)
-        if self.measured and (cluster_a, cluster_b) in self.measured.capacities:
-            return capacity
-        return FABRICS[self.links[cluster_a, cluster_b].fabric].reached * capacity
+    def _nominal_capacities(self) -> dict[Ways, float]:
+        own: dict[Ways, float] = {
+            (way,): link.capacity_bytes_per_s for way, link in self.links.items()
+        }
+        finite = {ways: rate for ways, rate in own.items() if math.isfinite(rate)}
+        shared = {w: min(rate, finite.get(w, math.inf)) for w, rate in self.uplinks.items()}
+        return finite | shared
 
     def transport_bytes_per_s(self, cluster: str) -> float:
         """Bytes per second of boundaries that one process can send or receive on any network."""
@@ -236,7 +277,7 @@ class Topology:
 
         Within a node it is the link of one device. Between nodes of a cluster it is all NICs of
         its fabric together; between clusters their link, as far as the NICs of both ends can fill
-        it, where the nodes name NICs of its fabric, and as far as it goes.
+        it, where the nodes name NICs of its fabric, and as far as its capacities go.
         """
         if node_a == node_b:
             return self.node(node_a).device.link
@@ -250,9 +291,10 @@ class Topology:
                 bandwidth_bytes_per_s=min(map(_rate_bytes_per_s, nics)),
                 latency_s=max(nic.latency_s for end in nics for nic in end),
             )
-        link = self.links[cluster_a.name, cluster_b.name]
+        link = self.links[way := (cluster_a.name, cluster_b.name)]
         nics = [[nic for nic in end.nics if nic.fabric == link.fabric] for end in ends]
         rates = [_rate_bytes_per_s(end) for end in nics if end]
+        rates += [rate for ways, rate in self.uplinks.items() if way in ways]
         rates += [link.bandwidth_bytes_per_s, link.capacity_bytes_per_s]
         return replace(link, bandwidth_bytes_per_s=min(rates))
 

@@ -9,7 +9,16 @@ from typing import Any
 from holmesjax import units
 from holmesjax.files import yaml_files
 from holmesjax.topology import calibration, catalogue
-from holmesjax.topology.machines import Cluster, Link, Measured, Nic, Node, Topology
+from holmesjax.topology.machines import (
+    Cluster,
+    Link,
+    Measured,
+    Nic,
+    Node,
+    Topology,
+    Ways,
+    backwards,
+)
 
 
 def to_yaml(topology: Topology) -> str:
@@ -23,6 +32,12 @@ def to_yaml(topology: Topology) -> str:
     ]
     clusters = [_cluster_values(cluster) for cluster in topology.clusters]
     values = {"name": topology.name, "clusters": clusters} | ({"links": links} if links else {})
+    if topology.uplinks:
+        values["uplinks"] = [
+            _uplink_values(ways, rate)
+            for ways, rate in sorted(topology.uplinks.items())
+            if (back := backwards(ways)) >= ways or topology.uplinks.get(back) != rate
+        ]
     text = yaml_files.to_text(values)
     return text + measured_section(topology.measured) if topology.measured else text
 
@@ -48,8 +63,12 @@ def measured_section(measured: Measured) -> str:
         for cluster, rate in measured.transports.items()
     ]
     capacities = [
-        {"between": list(pair), "capacity": units.exact(rate, "b/s")}
-        for pair, rate in measured.capacities.items()
+        {"between": list(ways[0]), "capacity": units.exact(rate, "b/s")}
+        for ways, rate in measured.capacities.items()
+        if len(ways) == 1
+    ]
+    uplinks = [
+        _uplink_values(ways, rate) for ways, rate in measured.capacities.items() if len(ways) > 1
     ]
     lines = ["measured:", f"  {yaml_files.to_line({'date': measured.date})[1:-1]}"]
     sections: dict[str, list[dict[str, Any]]] = {
@@ -57,6 +76,7 @@ def measured_section(measured: Measured) -> str:
         "collectives": collectives,
         "transports": transports,
         "capacities": capacities,
+        "uplinks": uplinks,
     }
     for name, items in sections.items():
         if items:
@@ -124,6 +144,10 @@ def _nic_values(nic: Nic) -> dict[str, Any]:
         "rate": units.exact(nic.rate_bytes_per_s, "b/s"),
         "latency": units.exact(nic.latency_s, "s"),
     }
+
+
+def _uplink_values(ways: Ways, rate_bytes_per_s: float) -> dict[str, Any]:
+    return {"pairs": list(map(list, ways)), "capacity": units.exact(rate_bytes_per_s, "b/s")}
 
 
 def _link_values(link: Link, unit: units.Unit) -> dict[str, str]:

@@ -8,9 +8,17 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from holmesjax.topology.fabrics import Fabric
-from holmesjax.topology.machines import Cluster, DeviceKind, Link, Measured, Node, Topology
-
-Way = tuple[str, str]  # from one node to another
+from holmesjax.topology.machines import (
+    Cluster,
+    DeviceKind,
+    Link,
+    Measured,
+    Node,
+    Topology,
+    Way,
+    Ways,
+    backwards,
+)
 
 
 def faster_devices(topology: Topology, cluster: str, kind: str, factor: float) -> Topology:
@@ -62,9 +70,9 @@ def faster_link(topology: Topology, pair: Way, factor: float) -> Topology:
     return _with_pairs(changed, is_between, factor)
 
 
-def wider_pipe(topology: Topology, pair: Way, factor: float) -> Topology:
-    """The capacity of the link between two clusters, both ways."""
-    wider = lambda way: factor if way in (pair, pair[::-1]) else 1.0
+def wider_pipe(topology: Topology, ways: Ways, factor: float) -> Topology:
+    """The capacity that some ways have or share, in both directions."""
+    wider = lambda own: factor if own in (ways, backwards(ways)) else 1.0
     return _with_pipes(topology, wider)
 
 
@@ -112,10 +120,20 @@ def without_cluster(topology: Topology, cluster: str) -> Topology:
             pairs={way: link for way, link in measured.pairs.items() if left.issuperset(way)},
             collectives=tuple(c for c in measured.collectives if c.cluster != cluster),
             transports={name: own for name, own in measured.transports.items() if name != cluster},
-            capacities={way: r for way, r in measured.capacities.items() if cluster not in way},
+            capacities=_capacities_without(measured.capacities, cluster),
         )
     links = {way: link for way, link in topology.links.items() if cluster not in way}
-    return replace(topology, clusters=clusters, links=links, measured=measured)
+    uplinks = _capacities_without(topology.uplinks, cluster)
+    return replace(topology, clusters=clusters, links=links, uplinks=uplinks, measured=measured)
+
+
+def _capacities_without(capacities: dict[Ways, float], cluster: str) -> dict[Ways, float]:
+    """Capacities between the other clusters; the least of those that have the same ways left."""
+    left: dict[Ways, float] = {}
+    for ways, rate in capacities.items():
+        if rest := tuple(way for way in ways if cluster not in way):
+            left[rest] = min(rate, left.get(rest, rate))
+    return left
 
 
 def _faster(link: Link, factor: float) -> Link:
@@ -158,16 +176,17 @@ def _with_pairs(topology: Topology, is_one: Callable[[Way], bool], factor: float
     return replace(topology, measured=replace(topology.measured, pairs=pairs))
 
 
-def _with_pipes(topology: Topology, factor_of: Callable[[Way], float]) -> Topology:
-    """The capacities of links, and those that were measured, times a factor for each."""
+def _with_pipes(topology: Topology, factor_of: Callable[[Ways], float]) -> Topology:
+    """All capacities, and those that were measured, times a factor for each."""
     links = {
-        way: replace(link, capacity_bytes_per_s=factor_of(way) * link.capacity_bytes_per_s)
+        way: replace(link, capacity_bytes_per_s=factor_of((way,)) * link.capacity_bytes_per_s)
         for way, link in topology.links.items()
     }
+    uplinks = {ways: factor_of(ways) * rate for ways, rate in topology.uplinks.items()}
     if (measured := topology.measured) is not None:
-        rates = {way: factor_of(way) * rate for way, rate in measured.capacities.items()}
+        rates = {ways: factor_of(ways) * rate for ways, rate in measured.capacities.items()}
         measured = replace(measured, capacities=rates)
-    return replace(topology, links=links, measured=measured)
+    return replace(topology, links=links, uplinks=uplinks, measured=measured)
 
 
 def _with_collectives(topology: Topology, clusters: Collection[str], factor: float) -> Topology:

@@ -106,11 +106,19 @@ class Rendezvous:
         """
         fabric = fabric_between(self.topology, self.me, peer)
         nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, self.me))
+        filling = windows.streams_that_fill(*self._fill(peer))
+        return streams_over(max(self.min_streams, filling), *nics)
+
+    def window_bytes(self, peer: Process, streams: int) -> int:
+        """Bytes that each connection with a process must have on their way."""
+        return windows.window_bytes(*self._fill(peer), streams)
+
+    def _fill(self, peer: Process) -> tuple[float, float]:
+        """The rate and the round trip of the link with a process."""
         ends = self.me.node, peer.node
         ways = [self.topology.link(*ends), self.topology.link(*reversed(ends))]
         rate_bytes_per_s = max(way.bandwidth_bytes_per_s for way in ways)
-        filling = windows.streams_that_fill(rate_bytes_per_s, sum(way.latency_s for way in ways))
-        return streams_over(max(self.min_streams, filling), *nics)
+        return rate_bytes_per_s, self.topology.round_trip_s(*ends)
 
 
 class Meeting:

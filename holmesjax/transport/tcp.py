@@ -31,6 +31,7 @@ from holmesjax.layer_specs.array_boxes import Box, from_index, shape_of, within
 from holmesjax.parallel import first_calls, platforms
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
+from holmesjax.transport import socket_buffers
 from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.crossing_ends import End, make_end, size_of
@@ -39,6 +40,7 @@ from holmesjax.transport.frames import Channel, Frame, Packet, ViolationError
 from holmesjax.transport.outbox import Position
 from holmesjax.transport.pull import Shared, Source, Target, Traffic
 from holmesjax.transport.rendezvous import Meeting, NeighbourHello, Rendezvous, between
+from holmesjax.units import show
 
 LOST_THERE = "the other end has lost the connection"
 
@@ -68,11 +70,13 @@ class Peer:
 
     process: Process
     num_streams: int
+    window_bytes: int  # that each connection must have on their way
     channels: dict[int, Channel] = field(default_factory=dict)  # by stream
     packets: deque[Packet] = field(default_factory=deque)  # to send
     lost: set[int] = field(default_factory=set)  # streams without a connection
     lost_from_s: float = 0.0  # when the first of them was lost
     num_mended: int = 0  # since then
+    is_narrow: bool = False  # whether it was said that the kernel grants less
 
     @property
     def has_left(self) -> bool:
@@ -152,7 +156,8 @@ class TcpTransport:
             book = rendezvous.look_up([me.number, *sorted(shared)])
             for other in shared:
                 count = rendezvous.num_streams(processes[other], book)
-                self._peers[other] = Peer(processes[other], count)
+                window_bytes = rendezvous.window_bytes(processes[other], count)
+                self._peers[other] = Peer(processes[other], count, window_bytes)
             traffic = [self._traffic(end) for end in self._by_index.values()]
             self._source, self._target = Source(traffic), Target(traffic)
             # Whoever is heard at other times than it promises would seem lost.
@@ -191,6 +196,7 @@ class TcpTransport:
     def _enter(self, number: int, stream: int, connection: Connection[NeighbourHello]) -> None:
         """Takes a connection, whose heartbeat counts from now on."""
         peer = self._peers[number]
+        self._widen(peer, connection.sock)
         reconnect = functools.partial(self._reconnect, peer, stream)
         silence_s = self._timeouts.silence_s
         channel = Channel(connection.sock, self, silence_s, peer.packets, reconnect)
@@ -223,6 +229,7 @@ class TcpTransport:
                 # The other end is silent, on all connections.
                 raise TimeoutError(f"silent for {self._timeouts.silence_s:g} s") from None
             raise ConnectionError(f"{loss}; {error}") from None
+        self._widen(peer, sock)
         with self._changed:
             lost_s = time.monotonic() - peer.lost_from_s
             peer.lost.remove(stream)
@@ -238,6 +245,19 @@ class TcpTransport:
                 flush=True,
             )
         return sock, theirs
+
+    def _widen(self, peer: Peer, sock: socket.socket) -> None:
+        """Gives a connection the buffers that its link needs, or says once what limits them."""
+        granted = socket_buffers.widen(sock, peer.window_bytes)
+        if granted is None or granted >= peer.window_bytes or peer.is_narrow:
+            return
+        peer.is_narrow = True
+        print(
+            f"warning: {between(peer.process, self._me)}: the kernel lets each of "
+            f"{peer.num_streams} connections have {show(granted, 'B')} on their way, and the link "
+            f"needs {show(peer.window_bytes, 'B')}: see docs/long_links.md",
+            flush=True,
+        )
 
     def _links_from(self, peer: Peer) -> set[str]:
         number = peer.process.number

@@ -10,7 +10,6 @@ The kernel counts more bytes between clusters than the steps report. The parts:
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.files.whole_files import write_whole
-from holmesjax.lab.scaled_topology import FILE, LabLink
+from holmesjax.lab.scaled_topology import FILE
 from holmesjax.lab.shell import FIRST_LINK, Commands, port_name
 from launch.lab_machine.namespaces import run_line
 
@@ -77,7 +76,7 @@ class Counters:
                 "latency_s": link.latency_s if self._commands.has_netem else 0.0,
                 "kernel_bytes": counted[a, b],
                 "runtime_bytes": self._told[f"{names[a]} -> {names[b]}"],
-                "parts": self._parts((a, b), link, counted[a, b], packets[a, b]),
+                "parts": self._parts((a, b), counted[a, b], packets[a, b]),
             }
             for (a, b), link in lab.links.items()
         ]
@@ -98,17 +97,14 @@ class Counters:
             }
         )
 
-    def _parts(
-        self, ends: tuple[int, int], link: LabLink, num_bytes: int, num_packets: int
-    ) -> dict[str, int]:
+    def _parts(self, way: tuple[int, int], num_bytes: int, num_packets: int) -> dict[str, int]:
         """Returns the bytes of a link by their purpose."""
-        a, b = ends
-        clusters = self._commands.lab.topology.clusters
-        name = f"{clusters[a].name} -> {clusters[b].name}"
+        lab = self._commands.lab
+        name = " -> ".join(lab.topology.clusters[end].name for end in way)
         again = 0
-        if math.isfinite(link.capacity_bytes_per_s):
-            through = self._classes(self._commands.switch, f"up{a}")
-            again = num_bytes - through[b][0]
+        if passed := lab.pipes_of(way):
+            through = self._classes(self._commands.switch, f"in{passed[-1]}")
+            again = num_bytes - through[lab.pipes[passed[-1]].ways.index(way)][0]
         parts = {
             "steps": self._told[name],
             "validation": self._validation[name],
@@ -118,7 +114,7 @@ class Counters:
         return {**parts, "rest": num_bytes - sum(parts.values())}
 
     def _classes(self, namespace: str, device: str) -> dict[int, tuple[int, int]]:
-        """Reads the bytes and packets for each other cluster that a device has let through."""
+        """Reads the bytes and packets of each class for a link, by its place, of a device."""
         text = run_line(f"tc -n {namespace} -s class show dev {device}")
         return {
             int(minor, 16) - FIRST_LINK: (int(num_bytes), int(num_packets))

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +35,16 @@ from holmesjax.hosts.agent_messages import (
 )
 from holmesjax.hosts.doctor import Finding
 from holmesjax.hosts.probe import Phase, Step, Way
-from holmesjax.topology import loading, saving
-from holmesjax.topology.machines import Cluster, Collective, Link, Measured, Topology
+from holmesjax.topology import loading, saving, windows
+from holmesjax.topology.machines import (
+    Cluster,
+    Collective,
+    Link,
+    Measured,
+    Topology,
+    Ways,
+    name_of,
+)
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
 from holmesjax.transport.rendezvous import streams_over
 from holmesjax.units import show
@@ -67,7 +75,7 @@ def run(
     start_s = time.monotonic()
     print(f"probe       {len(topology.nodes)} nodes of {topology.name}", flush=True)
     with Agents(topology, launcher, output.absolute().parent) as agents:
-        session = _Session(topology, agents, on_cpu=stand_in is not None)
+        session = _Session(topology, agents, scale or 1.0, on_cpu=stand_in is not None)
         session.measure(collectives=not args.no_collectives)
     if not session.speeds:
         print(*session.findings, "nothing was measured, and nothing is written", sep="\n")
@@ -118,8 +126,9 @@ def _text_to_extend(path: Path) -> str:
 class _Session:
     """The measurements and the problems, while agents answer."""
 
-    def __init__(self, topology: Topology, agents: Agents, *, on_cpu: bool):
+    def __init__(self, topology: Topology, agents: Agents, scale: float, *, on_cpu: bool):
         self._topology, self._agents, self._on_cpu = topology, agents, on_cpu
+        self._scale = scale  # of all rates, in a lab
         self._books: dict[str, Book] = {}
         self._collectives: list[Collective] = []
         self.findings: list[Finding] = []
@@ -163,12 +172,13 @@ class _Session:
             capacities={pipe: _rounded(rate, "b/s") for pipe, rate in self.capacities().items()},
         )
 
-    def capacities(self) -> dict[Way, float]:
-        return probe.capacities(self._topology, self.speeds, self.together)
+    def capacities(self) -> dict[Ways, float]:
+        return probe.capacities(self._topology, self.speeds, self.together, self._scale)
 
     def ends(self, step: Step) -> str:
-        """Returns the two clusters of a step between clusters: "ib -> roce"."""
-        return " -> ".join(self._topology.cluster_of(node).name for node in step[0])
+        """Returns the clusters of a step between clusters: "ib -> roce"."""
+        homes = ((self._topology.cluster_of(node).name for node in way) for way in step)
+        return name_of(tuple(sorted({(a, b) for a, b in homes})))
 
     def _problem(self, what: str, text: str, fix: str) -> None:
         self.findings.append(Finding(what=what, level="problem", text=text, fix=fix))
@@ -232,7 +242,10 @@ class _Session:
         ways = [way for way in step if all(self._has_address(node, fabric) for node in way)]
         found: dict[Way, dict[int, dict[int, list[float]]]] = {way: {} for way in ways}
         for is_one in (True, False):
-            asked = {a: self._send(fabric, (a, b), 1 if is_one else None) for a, b in found}
+            asked = {
+                a: self._send(fabric, (a, b), found[a, b].get(1), streams=1 if is_one else None)
+                for a, b in found
+            }
             for (a, b), answer in zip(list(found), self._ask(asked).values(), strict=True):
                 if isinstance(answer, NoAnswer):
                     fix = "see that the network and its firewalls let it through"
@@ -253,16 +266,35 @@ class _Session:
                 self._problem("addresses", text, fix)
         return bool(self._books.get(node, {}).get(fabric))
 
-    def _send(self, fabric: str, way: Way, streams: int | None) -> Send:
+    def _send(
+        self,
+        fabric: str,
+        way: Way,
+        of_one: Mapping[int, Sequence[float]] | None,
+        streams: int | None,
+    ) -> Send:
+        """Asks for the connections and the windows that a run would use on a way.
+
+        Args:
+          fabric: of the way.
+          way: from node to node.
+          of_one: what one connection has taken, with the round trip, if that was measured.
+          streams: connections in place of those of a run.
+        """
         own, theirs = (self._books[node][fabric] for node in way)
-        count = streams or streams_over(probe.STREAMS, len(own), len(theirs))
+        round_trip_s = statistics.median(of_one[0]) if of_one else self._topology.round_trip_s(*way)
+        rate = self._scale * self._topology.nominal_link(*way).bandwidth_bytes_per_s
+        filling = windows.streams_that_fill(rate, round_trip_s)
+        count = streams or streams_over(max(probe.STREAMS, filling), len(own), len(theirs))
         pairs = [(own[i % len(own)][0], theirs[i % len(theirs)]) for i in range(count)]
         return Send(
             paths=[NicPath(source=here, address=a, port=port) for here, (a, port) in pairs],
             sizes_bytes=list(probe.SIZES_BYTES[1:]),
             rounds=probe.ROUNDS,
+            window_bytes=windows.window_bytes(rate, round_trip_s, count),
             timeout_s=CONNECT_S,
-            limit_s=probe.LIMIT_S,
+            # A connection opens its window over many round trips.
+            limit_s=max(probe.LIMIT_S, probe.ROUND_TRIPS * round_trip_s),
         )
 
     # ---- collectives ---------------------------------------------------------------------------
@@ -359,8 +391,9 @@ def _write(output: Path, text: str, topology: Topology, session: _Session) -> No
     counted = Counter(speed.fabric for speed in session.speeds.values())
     ways = ", ".join(f"{count} over {fabric}" for fabric, count in counted.items())
     print(f"written     {output}, {picture.name}, {times.name}: {ways}")
-    for (a, b), rate in session.capacities().items():
-        print(f"            {a} -> {b}: nodes share {show(rate, 'b/s')}, in `capacities`")
+    for pipe, rate in session.capacities().items():
+        where = "`capacities`" if len(pipe) == 1 else "`uplinks`"
+        print(f"            {name_of(pipe)}: nodes share {show(rate, 'b/s')}, in {where}")
     if len(topology.measured.pairs) < len(session.speeds):
         print(
             "            TCP over RDMA NICs of GPU clusters: in `transports`, for boundaries alone"

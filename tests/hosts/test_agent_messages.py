@@ -31,7 +31,9 @@ SAID = by_kind(
     AskerHello,
 )
 PATH = NicPath(source="10.0.0.1", address="10.0.0.2", port=7000)
-SEND = encode(Send(paths=[PATH], sizes_bytes=[1], rounds=1, timeout_s=1.0, limit_s=1.0))
+SEND = encode(
+    Send(paths=[PATH], sizes_bytes=[1], rounds=1, window_bytes=1, timeout_s=1.0, limit_s=1.0)
+)
 
 
 @given(any_record(*SAID.values()))
@@ -48,7 +50,10 @@ def test_what_is_said_is_heard(record):
         ({**SEND, "paths": [{"kind": "path", "port": 1}]}, "path without source and address"),
         ({**SEND, "sizes_bytes": [MAX_ARRAY_BYTES + 1]}, "less than or equal to 1073741824"),
         ({**SEND, "rounds": 10**9}, "send whose rounds is wrong: .* less than or equal to 1000"),
-        (encode(Arrays(name="a", sizes_bytes=[0])), "arrays whose sizes_bytes is wrong"),
+        (
+            encode(Arrays(name="a", sizes_bytes=[0], window_bytes=1)),
+            "arrays whose sizes_bytes is wrong",
+        ),
         ({**SEND, "to": "a"}, "a message send with an unknown field 'to'"),
     ],
 )

@@ -140,14 +140,56 @@ def test_tcp_says_nothing_of_rdma_between_gpus(tmp_path):
 
 
 def test_a_link_that_pairs_share_has_a_capacity_and_one_that_they_do_not_has_none(tmp_path):
-    topology = load(tmp_path, UNEQUAL)
+    topology = load(tmp_path, UNEQUAL.replace("roce, nodes: 1", "roce, nodes: 2"))
     ways = (("a-0", "b-0"), ("a-1", "b-1"))
     back = tuple(way[::-1] for way in ways)
     speeds = {way: speed_of(1e9) for way in (*ways, *back)}
     together = {ways: 1.2e9, back: 1.9e9}
-    assert probe.capacities(topology, speeds, together) == {("a", "b"): 1.2e9}
+    assert probe.capacities(topology, speeds, together) == {(("a", "b"),): 1.2e9}
     del speeds["a-0", "b-0"]  # one that was lost says nothing of the sum
     assert probe.capacities(topology, speeds, together) == {}
+
+
+FOUR = """
+name: four
+clusters:
+  - {name: a, fabric: local, nodes: 1, devices: {kind: cpu, count: 1},
+     nics: [{kind: ethernet_100}]}
+  - {name: b, fabric: ethernet, nodes: 2, devices: {kind: cpu, count: 1},
+     nics: [{kind: ethernet_100}]}
+  - {name: c, fabric: local, nodes: 1, devices: {kind: cpu, count: 1},
+     nics: [{kind: ethernet_10}]}
+links:
+  - {between: [a, b], fabric: ethernet, bandwidth: 10 Gb/s, latency: 1 ms}
+  - {between: [a, c], fabric: ethernet, bandwidth: 10 Gb/s, latency: 1 ms}
+  - {between: [b, c], fabric: ethernet, bandwidth: 10 Gb/s, latency: 1 ms}
+"""
+
+
+def test_pairs_of_clusters_share_an_uplink_if_they_are_slower_together(tmp_path):
+    """But for what one node can take: `c` has a NIC that its ways fill without an uplink."""
+    topology = load(tmp_path, FOUR)
+    nodes = [node.name for node in topology.nodes]
+    steps = [step for p in probe.schedule(topology, nodes) for step in p.together]
+    into_a, out_of_b, into_b, into_c = (
+        (("b-0", "a-0"), ("c-0", "a-0")),
+        (("b-0", "a-0"), ("b-1", "c-0")),
+        (("a-0", "b-0"), ("c-0", "b-1")),
+        (("a-0", "c-0"), ("b-0", "c-0")),
+    )
+    assert steps[-4:] == [into_a, out_of_b, into_b, into_c]
+    ways = {(a, b) for a in nodes for b in nodes if a[0] != b[0] and "b-1" not in (a, b)}
+    speeds = {way: speed_of(1e9) for way in ways}
+    together = {into_a: 1.7e9, out_of_b: 1.9e9, into_b: 1.2e9, into_c: 1.2e9}
+    assert probe.capacities(topology, speeds, together) == {
+        (("b", "a"), ("c", "a")): 1.7e9,
+        (("a", "b"), ("c", "b")): 1.2e9,
+    }
+    # A link that its nodes share already explains what the two ways lack.
+    one_link = (("b-0", "a-0"), ("b-1", "a-0"))
+    speeds["b-1", "a-0"] = speed_of(1e9)
+    found = probe.capacities(topology, speeds, {one_link: 0.7e9, into_a: 1.7e9})
+    assert found == {(("b", "a"),): 0.7e9}
 
 
 def test_boundaries_over_rdma_nics_are_measured_by_cluster(tmp_path):

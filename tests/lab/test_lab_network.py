@@ -19,6 +19,7 @@ from holmesjax.lab.injected_faults import parse
 from holmesjax.lab.shell import FIRST_LINK, NIC, OWN, Commands, port_name, tear_down
 from holmesjax.report import metrics
 from holmesjax.topology import loading
+from holmesjax.topology.machines import name_of
 from launch.lab_machine import namespaces
 from tests.jobs import RunningJob, compiling_once, run_launch_here, write_run
 from tests.labs import CLUSTERS, left_behind, needs_lab
@@ -198,6 +199,32 @@ links:
 """
 
 
+SENT_BYTES = 2_500_000
+
+
+def together(made, pipes, *ways):
+    """The bytes through some classes of pipes, those of the senders, and the seconds of all ways.
+
+    Args:
+      made: the lab.
+      pipes: classes to look at: an interface of the switch, a class of it, and its rate.
+      ways: nodes that send so many bytes to nodes that serve, at once.
+    """
+    in_pipes = lambda: [classes(made.switch, device)[minor, rate] for device, minor, rate in pipes]
+    before = [classes(made.namespace(node), "eth0") for node, _ in ways]
+    old_bytes = in_pipes()
+    with ThreadPoolExecutor(len(ways)) as pool:
+        call = lambda way: send(made, way[0], way[1].slow_address, SENT_BYTES)
+        times_s = list(pool.map(call, ways))
+    own = [
+        carriers(old, classes(made.namespace(node), "eth0"), SENT_BYTES)
+        for (node, _), old in zip(ways, before, strict=True)
+    ]
+    took_s = max(end_s for _, end_s in times_s) - min(start_s for start_s, _ in times_s)
+    found = [now - old for now, old in zip(in_pipes(), old_bytes, strict=True)]
+    return found, own, took_s
+
+
 @needs_lab
 def test_nodes_of_a_cluster_share_a_pipe_one_way_and_nothing_else(tmp_path):
     """The bytes of both nodes go through one class, and no others do."""
@@ -207,40 +234,67 @@ def test_nodes_of_a_cluster_share_a_pipe_one_way_and_nothing_else(tmp_path):
         a0, a1, b0, b1 = made.lab.nodes
         for node in (a0, a1, b0, b1):
             stack.enter_context(serving(made, node, node.slow_address))
-        pipe, num_bytes = (FIRST_LINK + 1, "50Mbit"), 2_500_000
-        assert classes(made.switch, "up0").keys() == {pipe}
         ports = namespaces.run_line(f"ip -n {made.switch} -o link show")
-        assert set(re.findall(r" (up\d+)@", ports)) == {"up0"}  # cluster b has no pipe
-
-        def together(*ways):
-            """The bytes in the pipe, the classes of the senders, and the seconds for all ways."""
-            before = [classes(made.namespace(node), "eth0") for node, _ in ways]
-            in_pipe = classes(made.switch, "up0")[pipe]
-            with ThreadPoolExecutor(len(ways)) as pool:
-                call = lambda way: send(made, way[0], way[1].slow_address, num_bytes)
-                times_s = list(pool.map(call, ways))
-            own = [
-                carriers(old, classes(made.namespace(node), "eth0"), num_bytes)
-                for (node, _), old in zip(ways, before, strict=True)
-            ]
-            took_s = max(end_s for _, end_s in times_s) - min(start_s for start_s, _ in times_s)
-            return classes(made.switch, "up0")[pipe] - in_pipe, own, took_s
+        assert set(re.findall(r" (in\d+)@", ports)) == {"in0"}  # cluster b has no pipe
+        num_bytes, pipe = SENT_BYTES, ("in0", FIRST_LINK, "50Mbit")
 
         # A busy machine takes longer; no machine takes less than the pipe and the NICs allow.
-        in_pipe, own, took_s = together((a0, b0))
-        assert in_pipe >= num_bytes
+        in_pipe, own, took_s = together(made, [pipe], (a0, b0))
+        assert in_pipe[0] >= num_bytes
         assert own == [{(FIRST_LINK + 1, "40Mbit")}]
         assert 8 * num_bytes / took_s < 1.05 * 40e6
-        in_pipe, own, took_s = together((a0, b0), (a1, b1))
-        assert in_pipe >= 2 * num_bytes
+        in_pipe, own, took_s = together(made, [pipe], (a0, b0), (a1, b1))
+        assert in_pipe[0] >= 2 * num_bytes
         assert own == [{(FIRST_LINK + 1, "40Mbit")}] * 2
         assert 8 * 2 * num_bytes / took_s < 1.05 * 50e6
-        in_pipe, own, _ = together((b0, a0), (b1, a1))  # the other way there is no pipe
-        assert in_pipe < num_bytes / 4  # acknowledgements
+        in_pipe, own, _ = together(made, [pipe], (b0, a0), (b1, a1))  # the other way has no pipe
+        assert in_pipe[0] < num_bytes / 4  # acknowledgements
         assert own == [{(FIRST_LINK, "40Mbit")}] * 2
-        in_pipe, own, _ = together((a0, a1), (a1, a0))  # within the cluster
-        assert in_pipe < num_bytes / 100
+        in_pipe, own, _ = together(made, [pipe], (a0, a1), (a1, a0))  # within the cluster
+        assert in_pipe[0] < num_bytes / 100
         assert own == [{(OWN, "100Mbit")}] * 2
+
+
+UPLINKS = """
+name: uplinks
+clusters:
+  - {name: a, fabric: local, nodes: 1, devices: {kind: cpu, count: 1}}
+  - {name: b, fabric: local, nodes: 1, devices: {kind: cpu, count: 1}}
+  - {name: c, fabric: local, nodes: 1, devices: {kind: cpu, count: 1}}
+links:
+  - {between: [a, b], fabric: ethernet, bandwidth: 40 Gb/s, latency: 50 us}
+  - {between: [a, c], fabric: ethernet, bandwidth: 40 Gb/s, latency: 50 us}
+  - {between: [b, c], fabric: ethernet, bandwidth: 40 Gb/s, latency: 50 us}
+uplinks:
+  - {pairs: [[a, c], [b, c]], capacity: 30 Gb/s}
+  - {pairs: [[c, a], [c, b]], capacity: 80 Gb/s}
+  - {pairs: [[a, b], [a, c]], capacity: 20 Gb/s}
+  - {pairs: [[b, a], [c, a]], capacity: 80 Gb/s}
+"""
+
+
+@needs_lab
+def test_pairs_of_clusters_get_together_no_more_than_the_uplink_that_they_share(tmp_path):
+    """Whether they have the sender or the receiver in common; one of them goes through both."""
+    path = tmp_path / "topology.yaml"
+    path.write_text(UPLINKS)
+    with network(path, 0.001) as made, contextlib.ExitStack() as stack:
+        a, b, c = made.lab.nodes
+        for node in (b, c):
+            stack.enter_context(serving(made, node, node.slow_address))
+        number = {name_of(pipe.ways): i for i, pipe in enumerate(made.lab.topology.pipes)}
+        out, into = (f"in{number[name]}" for name in ("a -> b+c", "a+b -> c"))
+        a_b, a_c = ((out, FIRST_LINK + i, "20Mbit") for i in (0, 1))
+        through_a, through_b = ((into, FIRST_LINK + i, "30Mbit") for i in (0, 1))
+        classes_of = [a_b, a_c, through_a, through_b]
+        for ways, goes_through, most in (
+            (((a, c), (b, c)), (False, True, True, True), 30e6),
+            (((a, b), (a, c)), (True, True, True, False), 20e6),
+        ):
+            found, _, took_s = together(made, classes_of, *ways)
+            for num_bytes, goes in zip(found, goes_through, strict=True):
+                assert num_bytes >= SENT_BYTES if goes else num_bytes < SENT_BYTES / 4
+            assert 8 * 2 * SENT_BYTES / took_s < 1.05 * most
 
 
 @needs_lab

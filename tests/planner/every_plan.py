@@ -15,7 +15,8 @@ from holmesjax.planner.mesh_order import Paths, arrangements
 from holmesjax.planner.stage_layouts import divisors
 from holmesjax.schedules.pipeline_schedules import schedule
 from holmesjax.schedules.tasks import max_in_flight
-from tests.clock import finish_times
+from holmesjax.topology.fabrics import FABRICS
+from tests.clock import finish_times, queued_finish_times
 from tests.clusters import compositions
 
 
@@ -90,6 +91,7 @@ class Definition:
         self.times = functools.cache(self._times)
         self.way_s = functools.cache(self._way_s)
         self.fits = functools.cache(self._fits)
+        self.pipes = functools.cache(self._pipes)
         _, *blocks, _ = model_layers.layers(config.model).values()
         self.kinds = list(dict.fromkeys(blocks))
         self.kind_of = [self.kinds.index(kind) for kind in blocks]  # of each Transformer layer
@@ -187,6 +189,28 @@ class Definition:
             link.latency_s + share / min(link.bandwidth_bytes_per_s, of_process) for link in links
         )
 
+    def _pipes(self, clusters, m, goes_round):
+        """Pipes that arrays queue at, as `queued_finish_times` takes them; for one node a stage."""
+        model, train = self.config.model, self.config.train
+        num_tokens = train.global_batch // m * model.context_length
+        num_bytes = costs.boundary_bytes(model, num_tokens, train.compute_dtype)
+        ends = [*itertools.pairwise(range(len(clusters)))]
+        ends += [(len(clusters) - 1, 0)] * goes_round
+        found = {}
+        for ways, nominal in self.topology.uplinks.items():
+            rate = FABRICS["ethernet"].reached * nominal
+            users = [e for a, b in {*ends} for e in ((a, b), (b, a))]
+            users = [e for e in users if tuple(clusters[end] for end in e) in ways]
+            alone = {e: self.topology.links[tuple(clusters[end] for end in e)] for e in {*users}}
+            most = [
+                min(rate, FABRICS[link.fabric].reached * link.bandwidth_bytes_per_s)
+                for link in alone.values()
+            ]
+            if sum(most) > rate * (1 + 1e-9):
+                for e, link in alone.items():
+                    found.setdefault(e, []).append((ways, num_bytes / rate, link.latency_s))
+        return found
+
     def chunk_times(self, stages, layers, m, policy, v):
         """The numbers of the chunks of each stage."""
         p = len(stages)
@@ -218,7 +242,10 @@ class Definition:
             self.times(seat, m, policy, own, *end)
             for seat, own, end in zip(stages, blocks, ends, strict=True)
         ]
-        finish_s = finish_times(
+        clusters = tuple(self.topology.cluster_of(seat.nodes[0]).name for seat in stages)
+        pipes = self.pipes(clusters, m, v > 1) if self.topology.uplinks else {}
+        finish = functools.partial(queued_finish_times, pipes=pipes) if pipes else finish_times
+        finish_s = finish(
             tasks,
             [t.whole_forward_s for t in virtual],
             [t.whole_backward_s - (name == "zero_bubble") * t.weight_s for t in virtual],

@@ -96,7 +96,7 @@ def several(capacity, stages=(2, 2), chunks=2, microbatches=4, speed=1.0, ethern
 
 
 def event_step_s(plan, topology) -> float:
-    """The tasks of a step, with transfers that share each pipe only while they meet on it.
+    """The tasks of a step, with transfers that share their pipes only while they meet on them.
 
     Every pair of nodes on a pipe has the same rate, unless its link is slower.
     """
@@ -117,14 +117,20 @@ def event_step_s(plan, topology) -> float:
 
     def rates():
         active = [way for way, (num_bytes, _) in left.items() if num_bytes > 0]
-        found = {way: cap(way).bandwidth_bytes_per_s for way in active}
-        for pipe in topology.pipes:
-            own = [way for way in active if tuple(names[end] for end in way) == pipe]
-            free, users = topology.effective_capacity(*pipe), sorted(own, key=found.get)
-            for i, way in enumerate(users):  # those with the slowest links first
-                pairs = sum(map(num_pairs, users[i:]))
-                found[way] = min(found[way], free / pairs)
-                free -= found[way] * num_pairs(way)
+        found: dict = {}
+        cluster_ways = {way: tuple(names[end] for end in way) for way in active}
+        users = {p: [w for w in active if cluster_ways[w] in p.ways] for p in topology.pipes}
+        pairs = lambda ways: sum(map(num_pairs, ways))
+        while rest := [way for way in active if way not in found]:  # the slowest first
+            parts = {way: cap(way).bandwidth_bytes_per_s for way in rest}
+            for pipe, own in users.items():
+                taken = math.fsum(num_pairs(way) * found[way] for way in own if way in found)
+                for way in own:
+                    if way in parts:
+                        part = (pipe.reached_bytes_per_s - taken) / pairs(set(own) & {*rest})
+                        parts[way] = min(parts[way], part)
+            slowest = min(rest, key=parts.get)
+            found[slowest] = parts[slowest]
         return found
 
     while any(waiting) or any(busy) or left:
@@ -212,6 +218,52 @@ def test_only_stages_with_chunks_have_boundaries_that_go_round_and_queue(numbers
     assert found == {1: [], 2: [(0, 3), (1, 2), (2, 1), (3, 0)]}
 
 
+UPLINKS = {
+    # Into and out of the cluster in the middle.
+    "one": {(("a", "b"), ("c", "b")): 1.0, (("b", "a"), ("b", "c")): 1.0},
+    # One that the pairs share, and a narrower one of a single way.
+    "two on a way": {
+        (("a", "b"), ("c", "b")): 1.0,
+        (("b", "a"), ("b", "c")): 1.0,
+        (("a", "b"),): 0.8,
+        (("b", "a"),): 0.8,
+    },
+}
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.01])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", UPLINKS)
+def test_pairs_of_clusters_divide_the_uplink_that_they_share(name, chunks, speed):
+    """A simulation of events, with equal shares of all that meets at an uplink, says the same.
+
+    In 1F1B two arrays meet again and again. A queue lets one of them through early, where even
+    shares make both late, so there it is up to a fifth too fast.
+    """
+    clusters = [
+        make_cluster(n, fabric, (8,) * 2, speed=speed)
+        for n, fabric in zip("abc", ("infiniband", "roce", "roce"), strict=True)
+    ]
+    config = make_config(
+        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
+        microbatches=9,
+        train={"global_batch": 72},
+    )
+    slower = []
+    for capacity in (13e9, 10e9, 6e9, 3e9, 1e9, 1e8):
+        uplinks = {ways: share * capacity for ways, share in UPLINKS[name].items()}
+        topology = dataclasses.replace(make_topology(*clusters), uplinks=uplinks)
+        plan = chosen_plan(config, topology, *((n, (2, 1, 8), 1) for n in "abc"), chunks=chunks)
+        predicted_s, event_s = plan.simulate().step_time_s, event_step_s(plan, topology)
+        assert predicted_s == pytest.approx(event_s, rel=0.2 if chunks == 1 else 0.09)
+        sent_s = plan.pipes["a+c -> b"] / MESSAGES_GET * plan.step_time_s
+        assert predicted_s >= sent_s
+        assert bool(plan.queues) == (MESSAGES_GET * capacity < 2 * 2 * MESSAGES_GET * RATE)
+        slower.append(predicted_s)
+    assert slower == sorted(slower)
+    assert slower[-1] > 2 * slower[0]
+
+
 # ---- plans and files -----------------------------------------------------------------------------
 
 
@@ -231,10 +283,23 @@ def test_a_capacity_for_all_nodes_is_none_and_a_smaller_one_is_never_faster():
     for capacity in (2.9e9, 1e9, 3e8, 1e8):
         plan = make_plan(config, with_pipes(topology, capacity))
         steps_s.append(plan.step_time_s)
-        wider = upgrades.wider_pipe(with_pipes(topology, capacity), ("roce", "ib"), 2.0)
+        wider = upgrades.wider_pipe(with_pipes(topology, capacity), (("roce", "ib"),), 2.0)
         assert wider == with_pipes(topology, 2 * capacity)
     assert steps_s == sorted(steps_s)
     assert steps_s[-1] > steps_s[0]
+
+
+def test_the_uplink_that_a_plan_waits_for_binds_and_a_wider_one_is_worth_something():
+    names = ("ib", "roce")
+    topology = dataclasses.replace(
+        two_clusters(),
+        uplinks={(names, names[::-1]): 1e8},  # both directions share it
+    )
+    found = explain(make_config(clusters=names), topology)
+    assert found.best[0].binds["uplink ib<->roce + roce<->ib"] > 0.5
+    by_name = {a.what: a for a in found.upgrades}
+    wider = by_name["uplink ib<->roce + roce<->ib 2 times as large"]
+    assert wider.step_s < 0.7 * found.step_s
 
 
 def test_a_pipe_binds_a_plan_and_a_wider_one_is_worth_something():

@@ -21,7 +21,7 @@ from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Trials
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.topology import upgrades
-from tests.clusters import compositions, make_cluster, make_config, make_topology
+from tests.clusters import compositions, make_cluster, make_config, make_topology, with_uplinks
 from tests.layer_kinds import DEAR
 from tests.planner.every_plan import least_step_s
 
@@ -75,6 +75,13 @@ CASES = {
         4,
     ),
     "two nodes each": (two_nodes_each(2), SMALL, {"schedule": "1f1b"}, 4),
+    # Whichever cluster is between the others sends to both over the uplink of its own.
+    "uplinks": (
+        with_uplinks(one_node_clusters(1.0, 0.7, 0.5, devices=1, ethernet_bytes_per_s=1e9), 1.2e9),
+        SMALL | {"num_layers": 5},
+        {"stages": 3},
+        4,
+    ),
 }  # fmt: skip
 
 
@@ -86,7 +93,10 @@ def test_no_plan_is_faster(name):
     least_of = {}
     best_s, num_tried = least_step_s(config, topology, least_of=least_of)
     assert num_tried > 1000
-    assert found.best[0].step_s == pytest.approx(best_s, rel=1e-9)
+    best = found.best[0]
+    assert best.step_s == pytest.approx(best_s, rel=1e-9)
+    queues = problem.queues(best.assignment, best.settings, best.order.chunks)
+    assert bool(queues) == bool(topology.uplinks)
     assert found.bound_s <= best_s * (1 + 1e-9)
     for step in shortlist.step_settings(
         config

@@ -1,6 +1,7 @@
 """Topologies: against values worked out by hand, and every mistake a file can hold."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from holmesjax.topology import (
     file as topology_file,
     loading,
     saving,
+    upgrades,
 )
 from holmesjax.topology.machines import Cluster, DeviceKind, Link, Nic, Node, Topology
 
@@ -297,10 +299,11 @@ def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path)
     text = TWO.replace("latency: 50 us}", "latency: 50 us, capacity: 30 Gb/s}")
     topology = load(text)
     assert load(TWO).pipes == []
-    assert topology.pipes == [("ib", "roce"), ("roce", "ib")]
-    assert (
-        topology.effective_capacity("ib", "roce") == fabrics.FABRICS["ethernet"].reached * 30e9 / 8
-    )
+    reached = fabrics.FABRICS["ethernet"].reached
+    assert pipes_of(topology) == {
+        "ib -> roce": (30e9 / 8, reached * 30e9 / 8),
+        "roce -> ib": (30e9 / 8, reached * 30e9 / 8),
+    }
     assert (
         "ethernet, 50 us, 20 Gb/s a node, 30 Gb/s all together"
         in description.describe(topology)[-1]
@@ -311,8 +314,7 @@ def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path)
         "measured:\n  date: today\n  capacities:\n    - {between: [roce, ib], capacity: 8 Gb/s}\n"
     )
     found = load(text + measured)
-    assert found.effective_capacity("roce", "ib") == 1e9
-    assert found.effective_capacity("ib", "roce") == topology.effective_capacity("ib", "roce")
+    assert pipes_of(found) == pipes_of(topology) | {"roce -> ib": (1e9, 1e9)}
     assert saving.measured_section(found.measured) == measured
     saving.save(found, tmp_path / "saved.yaml")
     assert loading.load(tmp_path / "saved.yaml") == found
@@ -320,6 +322,80 @@ def test_a_link_has_the_capacity_that_the_file_and_the_probe_say(load, tmp_path)
     for more, problem in ((row, "no such cluster"), (row.replace("x]", "ib]"), "is given twice")):
         [(*_, told, _, _)] = refused(load, text + measured + more)
         assert told == problem
+
+
+def pipes_of(topology):
+    rates = lambda pipe: (pipe.capacity_bytes_per_s, pipe.reached_bytes_per_s)
+    return {str(pipe): rates(pipe) for pipe in topology.pipes}
+
+
+FOUR = (
+    "name: four\nclusters:\n"
+    + "".join(
+        f"  - {{name: {name}, fabric: local, nodes: 1, devices: {{kind: cpu, count: 1}}}}\n"
+        for name in "abcd"
+    )
+    + "links:\n"
+    + "".join(
+        f"  - {{between: [{a}, {b}], fabric: ethernet, bandwidth: 40 Gb/s, latency: 50 us}}\n"
+        for a, b in itertools.combinations("abcd", 2)
+    )
+)
+UPLINKS = """uplinks:
+  - {pairs: [[c, a], [c, b]], capacity: 32 Gb/s}
+  - {pairs: [[d, b], [d, a]], capacity: 80 Gb/s}
+  - {pairs: [[b, d], [a, d]], capacity: 16 Gb/s}
+"""
+
+
+def test_pairs_of_clusters_share_the_capacity_of_an_uplink(load, tmp_path):
+    """Both ways, unless all pairs are there in the other order; measured values come first."""
+    topology, reached = load(FOUR + UPLINKS), fabrics.FABRICS["ethernet"].reached
+    rates = {"c -> a+b": 4e9, "a+b -> c": 4e9, "d -> a+b": 10e9, "a+b -> d": 2e9}
+    assert pipes_of(topology) == {name: (own, reached * own) for name, own in rates.items()}
+    told = ["  a+b <-> c share 32 Gb/s each way", "  a+b -> d share 16 Gb/s"]
+    assert set(told) < {*description.describe(topology)}
+    # A node that sends alone has no more than the narrowest uplink on its way.
+    ways = {("a-0", "c-0"): 4e9, ("d-0", "a-0"): 5e9, ("a-0", "d-0"): 2e9, ("a-0", "b-0"): 5e9}
+    assert {way: topology.link(*way).bandwidth_bytes_per_s for way in ways} == ways
+    measured = (
+        "measured:\n  date: today\n  uplinks:\n    - {pairs: [[a, c], [b, c]], capacity: 8 Gb/s}\n"
+    )
+    found = load(FOUR + UPLINKS + measured)
+    assert pipes_of(found) == pipes_of(topology) | {"a+b -> c": (1e9, 1e9)}
+    assert saving.measured_section(found.measured) == measured
+    saving.save(found, tmp_path / "saved.yaml")
+    assert loading.load(tmp_path / "saved.yaml") == found
+    left = upgrades.without_cluster(found, "a")
+    assert {name: own for name, (own, _) in pipes_of(left).items()} == {
+        "c -> b": 4e9, "b -> c": 1e9, "d -> b": 10e9, "b -> d": 2e9
+    }  # fmt: skip
+    assert pipes_of(upgrades.wider_pipe(found, (("a", "c"), ("b", "c")), 2.0)) == pipes_of(
+        found
+    ) | {"a+b -> c": (2e9, 2e9), "c -> a+b": (8e9, reached * 8e9)}
+    assert saving.hash_of(topology) not in (saving.hash_of(load(FOUR)), saving.hash_of(found))
+
+
+WRONG_UPLINKS = [
+    ("[[c, a], [c, b]]", "[[c, a], [c, e]]", (15, "[0].pairs[1][1]", "no such cluster")),
+    ("[[c, a], [c, b]]", "[[c, a], [c, c]]", (15, "[0].pairs[1]", "must be two clusters")),
+    ("[[c, a], [c, b]]", "[[c, a], [c, a]]", (15, "[0].pairs[1]", "is given twice")),
+    ("[[c, a], [c, b]]", "[]", (15, "[0].pairs", "must not be empty")),
+    ("[[c, a], [c, b]]", "[[d, a], [d, b]]", (16, "[1].pairs", "are given twice")),
+    ("32 Gb/s", "0 Gb/s", (15, "[0].capacity", "must be more than 0")),
+    ("capacity: 32 Gb/s", "rate: 1", (15, "[0].rate", "no such setting")),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), WRONG_UPLINKS)
+def test_a_wrong_uplink_is_refused_as_written_or_measured(load, old, new, expected):
+    line, key, problem = expected
+    wrong = UPLINKS.replace(old, new)
+    [row, *_] = refused(load, FOUR + wrong)
+    assert row[:3] == (line, f"uplinks{key}", problem)
+    indented = "".join(f"  {own}\n" for own in wrong.splitlines())
+    [row, *_] = refused(load, FOUR + "measured:\n  date: today\n" + indented)
+    assert row[:3] == (line + 2, f"measured.uplinks{key}", problem)
 
 
 def test_two_clusters_need_a_link(load):
