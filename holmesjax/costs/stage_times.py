@@ -248,7 +248,9 @@ def _layers(
     if not np.ndim(stage.sequences):
         return _Layers(*of(stage.sequences, stage.tensor, stage.context))
     cuts = np.array([stage.sequences, stage.tensor, stage.context])
-    found = [of(*own) for own in cuts.reshape(3, -1).T.tolist()]
+    each = list(map(tuple, cuts.reshape(3, -1).T.tolist()))  # many meshes cut layers alike
+    of_cut = {own: of(*own) for own in set(each)}
+    found = [of_cut[own] for own in each]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
     return _Layers(forward_s, backward_s, weight_s)
 

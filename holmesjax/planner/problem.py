@@ -296,13 +296,46 @@ class Problem:
         self, sources: Sequence[str], targets: Sequence[str], processes: int
     ) -> FlowPath:
         num_pairs = min(len(sources), len(targets))
-        paths = _links(self.topology, sources, targets, processes / num_pairs)
+        paths = self._links(sources, targets, processes / num_pairs)
         slowest = min(paths, key=lambda link: link.bandwidth_bytes_per_s)
         # Unlike paths count with the worst of each: a faster one makes no other one count.
         slowest = replace(slowest, latency_s=max(link.latency_s for link in paths))
         if (part := self._part_of_pipes(sources, targets)) < slowest.bandwidth_bytes_per_s:
             slowest = replace(slowest, bandwidth_bytes_per_s=part)
         return FlowPath(slowest, num_pairs)
+
+    def _links(
+        self, sources: Sequence[str], targets: Sequence[str], processes: float
+    ) -> list[Link]:
+        """The paths of boundaries from each node of one stage to each of another.
+
+        Equal nodes of a cluster have equal links where none was measured: two are enough.
+        """
+        measured = self.topology.measured
+        if measured is None or not measured.pairs:
+            sources, targets = self._two_of_each(sources), self._two_of_each(targets)
+        return [self.topology.boundary_link(a, b, processes) for a in sources for b in targets]
+
+    def _two_of_each(self, names: Sequence[str]) -> list[str]:
+        found: dict[int, list[str]] = {}
+        for name in names:
+            own = found.setdefault(self._node_kinds[name], [])
+            if len(own) < 2:
+                own.append(name)
+        return [name for own in found.values() for name in own]
+
+    @cached_property
+    def _node_kinds(self) -> dict[str, int]:
+        """A number for each node, the same for equal nodes of a cluster."""
+        seen: list[tuple[str, Node]] = []
+        kinds = {}
+        for cluster in self.topology.clusters:
+            for node in cluster.nodes:
+                kind = cluster.name, replace(node, name="")
+                if kind not in seen:
+                    seen.append(kind)
+                kinds[node.name] = seen.index(kind)
+        return kinds
 
     def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
         """Returns the share of the pipes for each pair of nodes, if all that may cross one do."""
@@ -368,7 +401,7 @@ class Problem:
             self._links_of[pool_index] = [
                 replace(
                     max(
-                        _links(self.topology, names[0], names[i], most),
+                        self._links(names[0], names[i], most),
                         key=lambda link: link.bandwidth_bytes_per_s,
                     ),
                     capacity_bytes_per_s=self._capacity(pools[0], pool),
@@ -407,27 +440,3 @@ class Problem:
     def placement(self, slot: StageSlot, settings: StepSettings) -> MeshPlacement[Axis]:
         pool = self.pools[slot.pool]
         return self.stage_costs.placement(pool, slot.mesh, slot.num_stages, slot.number, settings)
-
-
-def _links(
-    topology: Topology, sources: Sequence[str], targets: Sequence[str], processes: float
-) -> list[Link]:
-    """The paths of boundaries from each node of one stage to each of another.
-
-    Equal nodes of a cluster have equal links where none was measured: two are enough.
-    """
-    if topology.measured is None or not topology.measured.pairs:
-        sources, targets = _two_of_each(topology, sources), _two_of_each(topology, targets)
-    return [topology.boundary_link(a, b, processes) for a in sources for b in targets]
-
-
-def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:
-    seen: list[tuple[tuple[str, Node], list[str]]] = []
-    for name in names:
-        kind = topology.cluster_of(name).name, replace(topology.node(name), name="")
-        found = next((chosen for other, chosen in seen if other == kind), None)
-        if found is None:
-            seen.append((kind, [name]))
-        elif len(found) < 2:
-            found.append(name)
-    return [name for _, chosen in seen for name in chosen]

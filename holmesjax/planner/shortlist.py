@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -204,19 +204,38 @@ class Choice(NamedTuple):
     offers: tuple[Offers, ...]
     crosses: bool
 
-    def holds(self, ranges: LayerRanges, limit_s: float, depth: int) -> bool:
-        """Whether the pools hold all layers within a limit, and a stage the largest of them."""
-        most = [o.most(limit_s, depth, self.crosses) for o in self.offers]
-        all_stages = zip(self.offers, most, strict=True)
-        together = sum((offer.most_stages * own).max() for offer, own in all_stages)
-        largest = max((own.max() for own in most), default=0)
-        return bool(together >= ranges.load and largest >= max(ranges.loads))
+    def within(self, ranges: LayerRanges, depth: int) -> Callable[[float], bool]:
+        """Returns whether the pools hold all layers within a limit, and a stage the largest.
 
-    def least_limit_s(self, ranges: LayerRanges, depth: int) -> float:
-        """Just below the least limit within which the pools hold all layers; infinite if none."""
-        if not self.holds(ranges, math.inf, depth):
+        The function is asked for many limits; what does not depend on them is worked out once.
+        """
+        join = lambda arrays: np.concatenate(list(arrays))
+        offers = self.offers
+        fixed_s = join(offer.fixed_load_s for offer in offers)
+        layer_s = join(offer.layer_load_s for offer in offers)
+        room = join(offer.room.load(depth) for offer in offers)
+        least = join(np.full(len(offer.meshes), offer.least) for offer in offers)
+        most_stages = join(offer.most_stages for offer in offers)
+        way_s = join(offer.way_s * self.crosses for offer in offers)
+        starts = np.cumsum([0, *(len(offer.meshes) for offer in offers[:-1])])
+        load, largest = ranges.load, max(ranges.loads)
+
+        def holds(limit_s: float) -> bool:
+            most = np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))
+            most = np.where((most >= least) & (way_s <= limit_s), most, 0)
+            together = np.maximum.reduceat(most_stages * most, starts).sum()
+            return bool(together >= load and most.max() >= largest)
+
+        return holds
+
+    def least_limit_s(self, ranges: LayerRanges, depth: int, most_s: float = math.inf) -> float:
+        """Just below the least limit within which the pools hold all layers.
+
+        Infinite if there is none, or none up to `most_s`.
+        """
+        holds = self.within(ranges, depth) if self.offers else lambda limit_s: False
+        if not holds(most_s):
             return math.inf
-        holds = lambda limit_s: self.holds(ranges, limit_s, depth)
         low_s, high_s = 0.0, 1e-3
         while not holds(high_s):
             low_s, high_s = high_s, 4 * high_s
@@ -246,8 +265,9 @@ def choices(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
     best: list[tuple[float, int]] = []
     for i, choice in enumerate(counted):
         most_s = best[-1][0] if len(best) == MAX_CHOICES else math.inf
-        if choice.holds(problem.ranges, most_s, depth=1):
-            best.append((choice.least_limit_s(problem.ranges, depth=1), i))
+        limit_s = choice.least_limit_s(problem.ranges, depth=1, most_s=most_s)
+        if not math.isinf(limit_s):
+            best.append((limit_s, i))
             best = sorted(best)[:MAX_CHOICES]
     return [counted[i] for _, i in best]
 
@@ -319,8 +339,11 @@ def bound_s(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
         found = [Choice(tuple(alone.values()), crosses=False)]  # not all ways are looked at
     else:
         found = choices(problem, settings, alone)
-    limits_s = (choice.least_limit_s(problem.ranges, depth=1) for choice in found)
-    return settings.microbatches * min(limits_s, default=math.inf)
+    least_s = math.inf
+    for choice in found:
+        # A limit of one is just below what holds; where that holds nothing, no lower one does.
+        least_s = min(least_s, choice.least_limit_s(problem.ranges, depth=1, most_s=least_s))
+    return settings.microbatches * least_s
 
 
 def least_memory(problem: Problem, least: float, most: float) -> float:
@@ -390,7 +413,8 @@ def listed(
     for choice in choices(problem, settings, offers):
         seen: list[float] = []
         for depth in _depths(settings):
-            limit_s = choice.least_limit_s(problem.ranges, depth)
+            within_s = most_s / settings.microbatches
+            limit_s = choice.least_limit_s(problem.ranges, depth, within_s)
             if not settings.microbatches * limit_s <= most_s:
                 break
             if limit_s in seen and _is_roomy(choice, problem.ranges.load, depth):
@@ -460,14 +484,19 @@ def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 def _fill(offer: Offers, most: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a microbatch through such loads on one pool, and by which mesh; 0 is first."""
+    used = np.flatnonzero((most >= 1) & (offer.most_stages >= 1))
+    if not len(used):
+        nothing = np.full(len(sizes), np.inf)
+        nothing[0] = 0.0 if offer.count is None else np.inf
+        return nothing, np.zeros(len(sizes), int)
     n = sizes[None, :]
-    stages = np.ceil(n / np.maximum(most, 1)[:, None])
-    possible = (most >= 1)[:, None] & (stages <= offer.most_stages[:, None])
+    stages = np.ceil(n / most[used, None])
+    possible = stages <= offer.most_stages[used, None]
     if offer.count is not None:
         possible &= n >= offer.count * offer.least
         stages = np.full_like(stages, offer.count)
-    seconds = n * offer.layer_s[:, None] + stages * offer.fixed_s[:, None]
-    seconds = np.where(possible, seconds, np.inf)
+    seconds = n * offer.layer_s[used, None] + stages * offer.fixed_s[used, None]
+    seconds[~possible] = np.inf
     seconds[:, 0] = 0.0 if offer.count is None else np.inf
     chosen = seconds.argmin(0)
-    return seconds[chosen, np.arange(len(sizes))], chosen
+    return seconds[chosen, np.arange(len(sizes))], used[chosen]

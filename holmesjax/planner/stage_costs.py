@@ -1,16 +1,17 @@
 """The costs of a stage on its layouts: its shape, its seconds and its bytes."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from holmesjax import update_rules
 from holmesjax.config import Config
-from holmesjax.costs import memory, work
+from holmesjax.costs import collective_times, memory, work
 from holmesjax.costs.attention import asked_of
-from holmesjax.costs.collective_times import Groups
+from holmesjax.costs.collective_times import Group, Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
 from holmesjax.layers import distinct_kinds
@@ -31,8 +32,61 @@ from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,
 )
+from holmesjax.topology.machines import Numbers
 
 ALONE = InFlight(all=1, head=1)  # one microbatch
+AXES = (Axis.DATA, Axis.FSDP, Axis.CONTEXT, Axis.TENSOR)  # in the order of `MeshShape.sizes`
+
+
+class _Placements:
+    """Every order of the axes of some meshes on a pool, as arrays: many are placed at once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[MeshShape, int] = {}
+        self._costs: list[np.ndarray] = []  # seconds per byte, [orders, axes]
+        self._groups: list[np.ndarray] = []  # places in the rows, [orders, axes]
+        self._rows = [collective_times.ALONE]  # of the groups, as `Group.row`
+        self._row_of: dict[int, int] = {}  # by the id of a group, which an arrangement keeps
+        self._stacked: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def __contains__(self, mesh: MeshShape) -> bool:
+        return mesh in self._numbers
+
+    def add(self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]]) -> None:
+        """Adds a mesh with the orders of its axes, the first of which is kept among equals."""
+        most = math.factorial(len(AXES))
+        costs, groups = np.zeros((most, len(AXES))), np.zeros((most, len(AXES)), int)
+        for order, own in enumerate(arranged):
+            for place, axis in enumerate(AXES):
+                if (group := own.groups.get(axis)) is not None:
+                    costs[order, place] = own.s_per_byte[axis]
+                    groups[order, place] = self._row(group)
+        costs[len(arranged) :], groups[len(arranged) :] = costs[0], groups[0]  # as dear as it
+        self._numbers[mesh] = len(self._costs)
+        self._costs.append(costs)
+        self._groups.append(groups)
+        self._stacked = None
+
+    def _row(self, group: Group) -> int:
+        if id(group) not in self._row_of:
+            self._row_of[id(group)] = len(self._rows)
+            self._rows.append(group.row)
+        return self._row_of[id(group)]
+
+    def cheapest(
+        self, found: Sequence[MeshShape], traffic_bytes: Mapping[Axis, Numbers]
+    ) -> dict[Axis, Groups]:
+        """The groups of each axis of some meshes, each in the order that `cheapest` chooses."""
+        if self._stacked is None:
+            self._stacked = np.stack(self._costs), np.stack(self._groups), np.array(self._rows)
+        costs, groups, rows = self._stacked
+        numbers = [self._numbers[mesh] for mesh in found]
+        traffic = np.stack(np.broadcast_arrays(*(traffic_bytes[axis] for axis in AXES)))
+        price_s: Any = 0.0
+        for place, sent_bytes in enumerate(traffic):
+            price_s = price_s + sent_bytes[:, None] * costs[numbers, :, place]
+        best = groups[numbers, np.argmin(price_s, axis=1)]
+        return {axis: Groups.of_rows(rows[best[:, place]]) for place, axis in enumerate(AXES)}
 
 
 class StageCosts:
@@ -48,9 +102,11 @@ class StageCosts:
         self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
         self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
+        self._placed: dict[int, _Placements] = {}  # by pool
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._many_times: dict[tuple[object, ...], StageTimes] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
+        self._many_bytes: dict[tuple[object, ...], np.ndarray] = {}
         self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
 
     def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
@@ -73,18 +129,25 @@ class StageCosts:
           index: index of the stage among them, from 0.
           settings: microbatches and checkpointing, which decide the bytes that each axis sends.
         """
-        where = id(pool), mesh, num_stages, index
-        if (key := (where, settings)) not in self._placements:
-            if where not in self._arranged:
-                devices = self.devices(pool, mesh, num_stages, index)
-                self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
-            traffic = self._traffic_bytes(mesh, settings)
-            self._placements[key] = cheapest(self._arranged[where], traffic)
+        key = id(pool), mesh, num_stages, index, settings
+        if key not in self._placements:
+            arranged = self._arrangements(pool, mesh, num_stages, index)
+            self._placements[key] = cheapest(arranged, self._traffic_bytes(mesh, settings))
         return self._placements[key]
 
-    def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, float]:
+    def _arrangements(
+        self, pool: Pool, mesh: MeshShape, num_stages: int, index: int
+    ) -> list[Arrangement[Axis]]:
+        where = id(pool), mesh, num_stages, index
+        if where not in self._arranged:
+            devices = self.devices(pool, mesh, num_stages, index)
+            self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
+        return self._arranged[where]
+
+    def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, Any]:
         """Bytes that a device sends along each axis in a step, to weigh the axes.
 
+        Arrays, if the sizes of the mesh are arrays.
         They are counted for a few layers, with each kind in the model's proportion.
         """
         model, train = self._config.model, self._config.train
@@ -189,21 +252,26 @@ class StageCosts:
     def _work_out_times(
         self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
     ) -> StageTimes:
-        placements = [self.placement(pool, mesh, 1, 0, settings) for mesh in found]
-        data, tensor, fsdp, context = (
-            Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
-        )
+        placed = self._placed.setdefault(id(pool), _Placements())
+        for mesh in found:
+            if mesh not in placed:
+                placed.add(mesh, self._arrangements(pool, mesh, 1, 0))
+        groups = placed.cheapest(found, self._traffic_bytes(_as_arrays(found), settings))
+        data, tensor, fsdp, context = (groups[axis] for axis in SENDING)
         shape = self._many_shapes(found, settings, blocks, InFlight(all=1, head=1))
         return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
 
     def many_bytes(
         self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
     ) -> np.ndarray:
-        """On each device of such stages, [meshes]."""
-        held = InFlight(all=in_flight, head=in_flight)
-        shape = self._many_shapes(found, settings, blocks, held)
-        items = memory.stage_memory_bytes(self._config.model, shape)
-        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+        """On each device of such stages, [meshes]. Pools with the same meshes share them."""
+        key = tuple(found), settings, blocks, in_flight
+        if key not in self._many_bytes:
+            held = InFlight(all=in_flight, head=in_flight)
+            shape = self._many_shapes(found, settings, blocks, held)
+            items = memory.stage_memory_bytes(self._config.model, shape)
+            self._many_bytes[key] = np.sum(np.broadcast_arrays(*items.values()), axis=0)
+        return self._many_bytes[key]
 
     def bytes_at_places(
         self,
@@ -234,8 +302,7 @@ class StageCosts:
         blocks: Counts,
         in_flight: InFlight,
     ) -> StageShape:
-        sizes: Any = MeshShape(*np.array(found).T)
-        shape = self.shape(sizes, settings, Role(), blocks, in_flight)
+        shape = self.shape(_as_arrays(found), settings, Role(), blocks, in_flight)
         # It may become the only stage, and the bytes of the list are the least that it can hold.
         return dataclasses.replace(shape, is_whole_step=settings.microbatches == 1)
 
@@ -267,3 +334,9 @@ class StageCosts:
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._bytes[key] = float(sum(items.values()))
         return self._bytes[key]
+
+
+def _as_arrays(found: Sequence[MeshShape]) -> MeshShape:
+    """Some meshes as one, whose sizes are arrays, [meshes]."""
+    sizes: Any = MeshShape(*np.array(found).T)
+    return sizes

@@ -181,6 +181,9 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
     """
     part = mesh.context * mesh.tensor
     groups = mesh.fsdp * part, part, mesh.tensor
+    sizes = set(map(len, devices.values()))
+    if len(sizes) == 1 and all(size < n or size % n == 0 for size in sizes for n in groups):
+        return _first_devices(devices, mesh.num_devices)  # none is left over
 
     @functools.cache
     def left_over(place: int, size: int) -> int:
@@ -192,6 +195,16 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
         for place, number in enumerate(numbers):
             slots[left_over(place, len(numbers))].append((node, number))
     return _by_node(list(itertools.chain(*slots))[: mesh.num_devices])
+
+
+def _first_devices(devices: Devices, number: int) -> Devices:
+    found: Devices = {}
+    for node, numbers in devices.items():
+        if number <= 0:
+            break
+        found[node] = numbers[:number]
+        number -= len(numbers)
+    return found
 
 
 def make_pools(topology: Topology, by_kind: bool) -> list[Pool]:
