@@ -31,6 +31,7 @@ from holmesjax.planner.stage_layouts import (
     Pool,
     Role,
     StepSettings,
+    meshes,
 )
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue, Simulator
@@ -97,6 +98,62 @@ class StageSeconds(NamedTuple):
     once: float  # about what all that adds to a step
 
 
+@functools.cache  # a search asks over and over
+def roles(num_stages: int) -> tuple[Role, ...]:
+    """The role of each stage."""
+    last = num_stages - 1
+    return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
+
+
+class Stage:
+    """One stage without its layers; its seconds and its bytes are worked out once for any.
+
+    They do not depend on how much memory there is, nor on what the config asks for.
+    """
+
+    def __init__(self, problem: "Problem", slot: StageSlot, settings: StepSettings, role: Role):
+        self.slot, self.settings, self.role = slot, settings, role
+        self._problem = problem
+        self._seconds: dict[tuple[Counts, bool], StageSeconds] = {}
+        self._bytes: dict[tuple[Counts, InFlight], float] = {}
+
+    def seconds(self, blocks: Counts, is_split: bool) -> StageSeconds:
+        """Predicted seconds of the stage, or of one of its chunks.
+
+        Args:
+          blocks: Transformer layers of the stage, of each kind.
+          is_split: whether gradients of weights are tasks of their own.
+        """
+        key = blocks, is_split
+        if key not in self._seconds:
+            slot, settings, role = self.slot, self.settings, self.role
+            costs, pool = self._problem.stage_costs, self._problem.pools[slot.pool]
+            placement = self._problem.placement(slot, settings)
+            times = costs.times(pool, placement, slot.mesh, settings, role, blocks)
+            # The same rule as `compilation.sends_within`. A whole step in one program loops over
+            # microbatches and sends before and after the loop. W, too, reduces while it computes.
+            sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
+            self._seconds[key] = StageSeconds(
+                float(times.whole_forward_s),
+                float(times.whole_backward_s - is_split * times.weight_s),
+                float(times.weight_s),
+                float(times.exposed_reduce_s if sends_within or is_split else times.reduce_s),
+                float(times.exposed_gather_s if sends_within else times.gather_s),
+                float(times.update_s),
+                float(times.once_s),
+            )
+        return self._seconds[key]
+
+    def memory_bytes(self, blocks: Counts, in_flight: InFlight) -> float:
+        """Predicted bytes on each device, with the most microbatches that it holds at a time."""
+        key = blocks, in_flight
+        if key not in self._bytes:
+            mesh, settings, role = self.slot.mesh, self.settings, self.role
+            costs = self._problem.stage_costs
+            self._bytes[key] = costs.memory_bytes(mesh, settings, role, blocks, in_flight)
+        return self._bytes[key]
+
+
 @dataclass(kw_only=True, eq=False)
 class Problem:
     """Everything that is given, and what has been worked out so far."""
@@ -107,7 +164,8 @@ class Problem:
     stage_costs: StageCosts
     crosses_because: str = ""  # why stages may lie in several clusters, if they may
     usable_memory: float = USABLE_MEMORY  # share of each device's memory
-    _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
+    _stages: dict[tuple[StageSlot, StepSettings, Role], Stage] = field(default_factory=dict)
+    _meshes: dict[tuple[object, ...], list[MeshShape]] = field(default_factory=dict)
     _simulators: dict[TaskOrder, tuple[Simulator, tuple[tuple[Task, ...], ...]]] = field(
         default_factory=dict
     )
@@ -154,6 +212,14 @@ class Problem:
     def pipes(self) -> list[tuple[str, str]]:
         return self.topology.pipes
 
+    def meshes(self, pool_index: int, settings: StepSettings) -> list[MeshShape]:
+        """The meshes that a stage may have on a pool."""
+        key = pool_index, settings.microbatches, self.config.parallel
+        if key not in self._meshes:
+            found = meshes(self.config, self.pools[pool_index], settings)
+            self._meshes[key] = list(found)
+        return self._meshes[key]
+
     def boundary_bytes(self, settings: StepSettings) -> float:
         sequences = self.config.train.global_batch // settings.microbatches
         num_tokens = sequences * self.config.model.context_length
@@ -172,37 +238,31 @@ class Problem:
         ]
         return tuple(found) == asked
 
-    def seconds(
-        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
-    ) -> StageSeconds:
-        """Predicted seconds of one stage, or of one of its chunks. Each is worked out once.
+    def stage(self, slot: StageSlot, settings: StepSettings, role: Role) -> "Stage":
+        """A stage whose seconds and bytes are asked for, for one number of layers after another.
 
         Args:
           slot: devices of the stage and their mesh.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          blocks: Transformer layers of the stage, of each kind.
-          is_split: whether gradients of weights are tasks of their own.
         """
-        slot = self.like(slot)
-        key = slot, settings, role, blocks, is_split
-        if key not in self._seconds:
-            pool = self.pools[slot.pool]
-            placement = self.placement(slot, settings)
-            times = self.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
-            # The same rule as `compilation.sends_within`. A whole step in one program loops over
-            # microbatches and sends before and after the loop. W, too, reduces while it computes.
-            sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
-            self._seconds[key] = StageSeconds(
-                float(times.whole_forward_s),
-                float(times.whole_backward_s - is_split * times.weight_s),
-                float(times.weight_s),
-                float(times.exposed_reduce_s if sends_within or is_split else times.reduce_s),
-                float(times.exposed_gather_s if sends_within else times.gather_s),
-                float(times.update_s),
-                float(times.once_s),
-            )
-        return self._seconds[key]
+        key = self.like(slot), settings, role
+        if key not in self._stages:
+            self._stages[key] = Stage(self, *key)
+        return self._stages[key]
+
+    def stages(self, slots: Sequence[StageSlot], settings: StepSettings) -> list["Stage"]:
+        """All stages of a pipeline in order."""
+        return [
+            self.stage(slot, settings, role)
+            for slot, role in zip(slots, roles(len(slots)), strict=True)
+        ]
+
+    def seconds(
+        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
+    ) -> StageSeconds:
+        """`Stage.seconds` of `stage`."""
+        return self.stage(slot, settings, role).seconds(blocks, is_split)
 
     def fits(
         self,
@@ -221,7 +281,7 @@ class Problem:
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        num_bytes = self.stage_costs.memory_bytes(slot.mesh, settings, role, blocks, in_flight)
+        num_bytes = self.stage(slot, settings, role).memory_bytes(blocks, in_flight)
         return num_bytes <= self.usable_bytes(slot.pool)
 
     def usable_bytes(self, pool_index: int) -> float:

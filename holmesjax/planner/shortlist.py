@@ -29,7 +29,7 @@ import numpy as np
 from holmesjax.config import Checkpointing, Config
 from holmesjax.planner.layer_ranges import LayerRanges
 from holmesjax.planner.problem import Problem, Segment, StageSlot
-from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors, meshes
+from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
@@ -142,7 +142,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
     pool, stage_costs = problem.pools[pool_index], problem.stage_costs
     num_bytes = problem.boundary_bytes(settings)
     own_link, *links = problem.links_of(pool_index)
-    found = list(meshes(problem.config, pool, settings))
+    found = problem.meshes(pool_index, settings)
     if not found:
         return None
     ranges, task_s, fixed_load_s, layer_load_s = problem.ranges, [], [], []
@@ -355,7 +355,7 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
         rooms = [
             (_most_stages(pool, found), _room(problem, index, found, settings))
             for index, pool in enumerate(problem.pools)
-            if (found := list(meshes(problem.config, pool, settings)))
+            if (found := problem.meshes(index, settings))
         ]
         holds = lambda times, own=rooms: (
             problem.ranges.load
@@ -381,15 +381,13 @@ def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
     It assumes that layers can be cut and that sending and memory are free.
     """
     load_per_s = 0.0
-    for pool in problem.pools:
-        seconds = {}
-        for mesh in meshes(problem.config, pool, settings):
-            if (cut := (mesh.tensor, mesh.context, mesh.batch_shards)) not in seconds:
-                layers_s = problem.stage_costs.layers_s(pool, mesh, settings)
-                pairs = zip(layers_s, problem.ranges.loads, strict=True)
-                seconds[cut] = min(own_s / load for own_s, load in pairs) * mesh.num_devices
-        if seconds:
-            load_per_s += pool.num_devices / min(seconds.values())
+    for index, pool in enumerate(problem.pools):
+        if found := problem.meshes(index, settings):
+            layers_s = problem.stage_costs.layers_s(pool, found, settings)
+            pairs = zip(layers_s, problem.ranges.loads, strict=True)
+            least_s = np.min([own_s / load for own_s, load in pairs], axis=0)
+            devices = np.prod(np.array(found), axis=1)
+            load_per_s += pool.num_devices / float((least_s * devices).min())
     if not load_per_s:
         return math.inf
     return settings.microbatches * problem.ranges.load / load_per_s

@@ -306,9 +306,11 @@ class StageCosts:
         # It may become the only stage, and the bytes of the list are the least that it can hold.
         return dataclasses.replace(shape, is_whole_step=settings.microbatches == 1)
 
-    def layers_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> list[float]:
-        """Seconds of a microbatch in a layer of each kind, without what is sent."""
-        shape = self.shape(mesh, settings, Role(), self.ranges.proportions)
+    def layers_s(
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings
+    ) -> list[Numbers]:
+        """Seconds of a microbatch in a layer of each kind, [meshes] each, without what is sent."""
+        shape = self.shape(_as_arrays(found), settings, Role(), self.ranges.proportions)
         return layers_s(self._config.model, shape, pool.kinds)
 
     def memory_bytes(

@@ -8,8 +8,7 @@ import numpy as np
 from holmesjax.costs.stage_times import attention_in_stage
 from holmesjax.planner.assembly import chunk_blocks, stage_seconds
 from holmesjax.planner.layer_ranges import add
-from holmesjax.planner.problem import Problem
-from holmesjax.planner.step_time import roles
+from holmesjax.planner.problem import Problem, roles
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import catalogue
 from holmesjax.update_rules import RULES
