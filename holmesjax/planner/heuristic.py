@@ -42,6 +42,7 @@ class HeuristicSearch:
     def __init__(self, trials: Trials):
         self._trials = trials
         self._problem = trials.problem
+        self._splits: dict[tuple[tuple[Segment, ...], StepSettings, TaskOrder], Assignment] = {}
 
     def run(self) -> None:
         """Tries the shortlist, then what is near the best of it."""
@@ -225,7 +226,10 @@ class HeuristicSearch:
         layers = self._problem.config.parallel.layers
         if layers:
             return Assignment(tuple(segments), layers)
-        return split(self._problem, segments, settings, order)
+        key = tuple(segments), settings, order
+        if key not in self._splits:
+            self._splits[key] = split(self._problem, segments, settings, order)
+        return self._splits[key]
 
     def _plain_assignment(self, segments: Sequence[Segment], settings: StepSettings) -> Assignment:
         """An assignment split for the schedule with the fewest microbatches in flight."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from holmesjax.config import Checkpointing, Config
 from holmesjax.planner.layer_ranges import LayerRanges
-from holmesjax.planner.problem import Problem, Segment, StageSlot
+from holmesjax.planner.problem import Problem, Segment
 from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
@@ -154,7 +154,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
         task_s.append(times[0].microbatch_s / load)
         fixed_load_s.append(2 * first_s - second_s)
         layer_load_s.append((second_s - first_s) / load)
-    num_nodes = np.array([len(problem.nodes(StageSlot(pool_index, mesh, 1, 0))) for mesh in found])
+    num_nodes = stage_costs.num_nodes(pool, found)
     time_s = lambda link: (
         link.latency_s
         + np.maximum(
@@ -442,13 +442,13 @@ def _knapsack(
     choice: Choice, limit_s: float, depth: int, load: int
 ) -> tuple[float, tuple[Segment, ...]]:
     """The segments that hold all layers in the fewest seconds of a microbatch."""
-    held, own, sizes, place = _shares(load)
+    held, sizes, place = _shares(load)
     least_s = np.where(held == 0, 0.0, np.inf)  # of all pools so far, by the load that they hold
     steps = []
     for offer in choice.offers:
         most = offer.most(limit_s, depth, choice.crosses)
         own_s, chosen = _fill(offer, most, sizes)
-        together = np.where(own >= 0, least_s[::-1] + own_s[place], np.inf)
+        together = least_s[::-1] + np.append(own_s, np.inf)[place]
         taken = together.argmin(1)
         least_s = together[np.arange(len(held)), taken]
         steps.append((offer, most, chosen, taken))
@@ -466,18 +466,19 @@ def _knapsack(
 
 
 @functools.cache
-def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tables of the loads that pools hold together, and of the load that one more pool adds.
 
-    If the load is large, only some numbers are tried. The first array has the loads of all pools.
-    The second has the load of the last pool: a row for the load of all, a column for the load of
-    the pools before, the largest first. The others are its distinct values and their places.
+    If the load is large, only some numbers are tried. The first array has the loads of all pools,
+    the second those that the last pool may have. The third says which of these it has, or one more
+    than there are if there is none: a row for the load of all, a column for the load of the pools
+    before, the largest first.
     """
     step = -(-load // MAX_SHARES)
     held = np.unique([0, *range(load, 0, -step)])
     own = held[:, None] - held[::-1]
     sizes, place = np.unique(np.maximum(own, 0), return_inverse=True)
-    return held, own, sizes, place.reshape(own.shape)
+    return held, sizes, np.where(own >= 0, place.reshape(own.shape), len(sizes))
 
 
 def _fill(offer: Offers, most: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -43,6 +43,7 @@ class _Placements:
 
     def __init__(self) -> None:
         self._numbers: dict[MeshShape, int] = {}
+        self._num_nodes: list[int] = []
         self._costs: list[np.ndarray] = []  # seconds per byte, [orders, axes]
         self._groups: list[np.ndarray] = []  # places in the rows, [orders, axes]
         self._rows = [collective_times.ALONE]  # of the groups, as `Group.row`
@@ -52,7 +53,9 @@ class _Placements:
     def __contains__(self, mesh: MeshShape) -> bool:
         return mesh in self._numbers
 
-    def add(self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]]) -> None:
+    def add(
+        self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]], num_nodes: int
+    ) -> None:
         """Adds a mesh with the orders of its axes, the first of which is kept among equals."""
         most = math.factorial(len(AXES))
         costs, groups = np.zeros((most, len(AXES))), np.zeros((most, len(AXES)), int)
@@ -63,6 +66,7 @@ class _Placements:
                     groups[order, place] = self._row(group)
         costs[len(arranged) :], groups[len(arranged) :] = costs[0], groups[0]  # as dear as it
         self._numbers[mesh] = len(self._costs)
+        self._num_nodes.append(num_nodes)
         self._costs.append(costs)
         self._groups.append(groups)
         self._stacked = None
@@ -72,6 +76,10 @@ class _Placements:
             self._row_of[id(group)] = len(self._rows)
             self._rows.append(group.row)
         return self._row_of[id(group)]
+
+    def num_nodes(self, found: Sequence[MeshShape]) -> np.ndarray:
+        """The nodes of a stage with each of some meshes, [meshes]."""
+        return np.array(self._num_nodes)[[self._numbers[mesh] for mesh in found]]
 
     def cheapest(
         self, found: Sequence[MeshShape], traffic_bytes: Mapping[Axis, Numbers]
@@ -102,18 +110,20 @@ class StageCosts:
         self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
         self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
-        self._placed: dict[int, _Placements] = {}  # by pool
+        self._placed: dict[int, _Placements] = {}  # by pool; pools that are alike share one
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._many_times: dict[tuple[object, ...], StageTimes] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self._many_bytes: dict[tuple[object, ...], np.ndarray] = {}
-        self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
+        # Pools are named by their ids, and so must not go away.
+        self._pools: list[Pool] = []  # with `_placed`
+        self._kept: list[Pool] = []
 
     def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
         """Devices of stage `index` of the `num_stages` in a pool."""
         key = id(pool), mesh, num_stages
         if key not in self._slots:
-            self._pools.append(pool)
+            self._kept.append(pool)
             self._slots[key] = pool.slots(mesh, num_stages)
         return self._slots[key][index]
 
@@ -244,18 +254,37 @@ class StageCosts:
         self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
     ) -> StageTimes:
         """Times of a stage in the middle of the pipeline with each of some meshes: [meshes]."""
-        key = id(pool), tuple(found), settings, blocks
+        placed = self._placements_of(pool, found)
+        key = id(placed), tuple(found), settings, blocks
         if key not in self._many_times:
-            self._many_times[key] = self._work_out_times(pool, found, settings, blocks)
+            self._many_times[key] = self._work_out_times(pool, placed, found, settings, blocks)
         return self._many_times[key]
 
-    def _work_out_times(
-        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
-    ) -> StageTimes:
-        placed = self._placed.setdefault(id(pool), _Placements())
+    def num_nodes(self, pool: Pool, found: Sequence[MeshShape]) -> np.ndarray:
+        """The nodes of a stage with each of some meshes, [meshes]."""
+        return self._placements_of(pool, found).num_nodes(found)
+
+    def _placements_of(self, pool: Pool, found: Sequence[MeshShape]) -> _Placements:
+        """The placements of stages that have a pool, or one like it, for themselves."""
+        if id(pool) not in self._placed:
+            like = (self._placed[id(own)] for own in self._pools if own.is_like(pool))
+            self._placed[id(pool)] = next(like, None) or _Placements()
+            self._pools.append(pool)
+        placed = self._placed[id(pool)]
         for mesh in found:
             if mesh not in placed:
-                placed.add(mesh, self._arrangements(pool, mesh, 1, 0))
+                num_nodes = len(self.devices(pool, mesh, 1, 0))
+                placed.add(mesh, self._arrangements(pool, mesh, 1, 0), num_nodes)
+        return placed
+
+    def _work_out_times(
+        self,
+        pool: Pool,
+        placed: _Placements,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
+    ) -> StageTimes:
         groups = placed.cheapest(found, self._traffic_bytes(_as_arrays(found), settings))
         data, tensor, fsdp, context = (groups[axis] for axis in SENDING)
         shape = self._many_shapes(found, settings, blocks, InFlight(all=1, head=1))

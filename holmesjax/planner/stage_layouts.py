@@ -128,6 +128,24 @@ class Pool:
             and (mesh.num_devices % size == 0 or size % mesh.num_devices == 0)
         )
 
+    def is_like(self, other: "Pool") -> bool:
+        """Whether stages on these nodes cost as much as on those of the other pool.
+
+        One may have more nodes: a stage that both have room for has equal ones in both.
+        """
+        first, *_ = own = [pool.cluster for pool in (self, other)]
+        return (
+            self.paths.topology.measured is None
+            and all(pool.paths.is_uniform for pool in (self, other))
+            and all(
+                len(numbers) == self.most_in_a_node
+                for pool in (self, other)
+                for numbers in pool.devices.values()
+            )
+            and all(cluster.fabric == first.fabric for cluster in own)
+            and replace(own[0].nodes[0], name="") == replace(own[1].nodes[0], name="")
+        )
+
     def on(self, topology: Topology) -> "Pool":
         """The same nodes, with all their devices, as other machines have them.
 
