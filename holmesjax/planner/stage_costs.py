@@ -53,9 +53,7 @@ class _Placements:
     def __contains__(self, mesh: MeshShape) -> bool:
         return mesh in self._numbers
 
-    def add(
-        self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]], num_nodes: int
-    ) -> None:
+    def add(self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]], num_nodes: int) -> None:
         """Adds a mesh with the orders of its axes, the first of which is kept among equals."""
         most = math.factorial(len(AXES))
         costs, groups = np.zeros((most, len(AXES))), np.zeros((most, len(AXES)), int)
