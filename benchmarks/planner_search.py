@@ -3,7 +3,7 @@
     devices    in clusters of three fabrics and four speeds, eight to a node
     tokens     of a sequence
     seconds    of `planner.find`, the median of the repeats; each in a process of its own
-    CPU s      of them, on a CPU: the search is one thread, and other programs lengthen only the rest
+    CPU s      of them, on a CPU: the search is one thread
     gap        how much faster a plan could be at most, by the planner's own bound
     gain       what ten times the effort finds, as a share of the step
 
@@ -175,7 +175,8 @@ def is_met(line: dict[str, Any]) -> bool:
 def table(lines: list[dict[str, Any]]) -> str:
     """In Markdown."""
     rows = [
-        "| devices | clusters | layers | tokens | seconds | range | CPU s | bar | peak GiB | gap | gain |",
+        "| devices | clusters | layers | tokens | seconds | range | CPU s | bar | peak GiB | gap "
+        "| gain |",
         "| ---: " * 11 + "|",
     ]
     for line in lines:

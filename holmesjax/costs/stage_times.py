@@ -240,7 +240,8 @@ def _layers(
 
     def of(cut: tuple[int, int, int]) -> _Layer:
         if cut not in known:
-            shape = _LayerShape(*cut, *like[len(cut) :])
+            sequences, tensor, context = cut
+            shape = like._replace(sequences=sequences, tensor=tensor, context=context)
             known[cut] = _layer(model, number, shape, device, implementation)
         return known[cut]
 

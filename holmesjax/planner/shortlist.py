@@ -385,7 +385,7 @@ def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
         if found := problem.meshes(index, settings):
             layers_s = problem.stage_costs.layers_s(pool, found, settings)
             pairs = zip(layers_s, problem.ranges.loads, strict=True)
-            least_s = np.min([own_s / load for own_s, load in pairs], axis=0)
+            least_s = np.min(np.stack([np.asarray(own_s) / load for own_s, load in pairs]), axis=0)
             devices = np.prod(np.array(found), axis=1)
             load_per_s += pool.num_devices / float((least_s * devices).min())
     if not load_per_s:
