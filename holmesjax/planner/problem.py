@@ -261,7 +261,12 @@ class Problem:
     def seconds(
         self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
     ) -> StageSeconds:
-        """`Stage.seconds` of `stage`."""
+        """Predicted seconds of one stage, or of one of its chunks: `Stage.seconds` of `stage`.
+
+        Args:
+          slot, settings, role: those of `stage`.
+          blocks, is_split: those of `Stage.seconds`.
+        """
         return self.stage(slot, settings, role).seconds(blocks, is_split)
 
     def fits(
