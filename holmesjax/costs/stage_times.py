@@ -262,7 +262,7 @@ def _known_layers(
     device: DeviceKind,
     implementation: Implementation,
 ) -> dict[tuple[int, int, int], _Layer]:
-    """What is known of a layer, by its sequences, `tensor` and `context`; `_layers` adds to it.
+    """The known seconds of a layer by its sequences, `tensor` and `context`; `_layers` adds to it.
 
     A search asks for the same layers over and over, and hashing a model takes longer than that.
     """

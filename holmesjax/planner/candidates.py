@@ -14,7 +14,7 @@ from holmesjax.planner.problem import (
     Assignment,
     Problem,
     Segment,
-    Stage,
+    PricedStage,
     StageSlot,
     roles,
 )
@@ -62,7 +62,7 @@ class _Loads:
         self._stages = problem.stages(slots, settings)
         self._usable_bytes = [problem.usable_bytes(slot.pool) for slot in slots]
         self._plain = [problem.in_flight(order, i, order.chunks) for i in range(len(slots))]
-        self._known: dict[tuple[Stage, InFlight, Counts], tuple[bool, float]] = {}
+        self._known: dict[tuple[PricedStage, InFlight, Counts], tuple[bool, float]] = {}
 
     def of(self, place: int, blocks: Counts) -> tuple[bool, float]:
         """Returns whether layers are too much for a stage's memory, and their seconds.

@@ -16,7 +16,7 @@ from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, split, with_moves
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.layer_ranges import Counts
-from holmesjax.planner.problem import Assignment, Segment, Stage
+from holmesjax.planner.problem import Assignment, Segment, PricedStage
 from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.planner.step_time import stage_loads, transfer_times
@@ -251,7 +251,7 @@ class HeuristicSearch:
             for place, (stage, blocks) in enumerate(zip(stages, ranges, strict=True))
         )
 
-    def _holds(self, stage: Stage, blocks: Counts, in_flight: InFlight) -> bool:
+    def _holds(self, stage: PricedStage, blocks: Counts, in_flight: InFlight) -> bool:
         usable_bytes = self._problem.usable_bytes(stage.slot.pool)
         return stage.memory_bytes(blocks, in_flight) <= usable_bytes
 

@@ -105,7 +105,7 @@ def roles(num_stages: int) -> tuple[Role, ...]:
     return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
 
 
-class Stage:
+class PricedStage:
     """One stage without its layers; its seconds and its bytes are worked out once for any.
 
     They do not depend on how much memory there is, nor on what the config asks for.
@@ -164,7 +164,7 @@ class Problem:
     stage_costs: StageCosts
     crosses_because: str = ""  # why stages may lie in several clusters, if they may
     usable_memory: float = USABLE_MEMORY  # share of each device's memory
-    _stages: dict[tuple[StageSlot, StepSettings, Role], Stage] = field(default_factory=dict)
+    _stages: dict[tuple[StageSlot, StepSettings, Role], PricedStage] = field(default_factory=dict)
     _meshes: dict[tuple[object, ...], list[MeshShape]] = field(default_factory=dict)
     _simulators: dict[TaskOrder, tuple[Simulator, tuple[tuple[Task, ...], ...]]] = field(
         default_factory=dict
@@ -238,7 +238,7 @@ class Problem:
         ]
         return tuple(found) == asked
 
-    def stage(self, slot: StageSlot, settings: StepSettings, role: Role) -> "Stage":
+    def stage(self, slot: StageSlot, settings: StepSettings, role: Role) -> "PricedStage":
         """A stage whose seconds and bytes are asked for, for one number of layers after another.
 
         Args:
@@ -248,10 +248,10 @@ class Problem:
         """
         key = self.like(slot), settings, role
         if key not in self._stages:
-            self._stages[key] = Stage(self, *key)
+            self._stages[key] = PricedStage(self, *key)
         return self._stages[key]
 
-    def stages(self, slots: Sequence[StageSlot], settings: StepSettings) -> list["Stage"]:
+    def stages(self, slots: Sequence[StageSlot], settings: StepSettings) -> list["PricedStage"]:
         """All stages of a pipeline in order."""
         return [
             self.stage(slot, settings, role)
@@ -261,11 +261,11 @@ class Problem:
     def seconds(
         self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
     ) -> StageSeconds:
-        """Predicted seconds of one stage, or of one of its chunks: `Stage.seconds` of `stage`.
+        """Predicted seconds of one stage, or of one of its chunks: `PricedStage.seconds` of `stage`.
 
         Args:
           slot, settings, role: those of `stage`.
-          blocks, is_split: those of `Stage.seconds`.
+          blocks, is_split: those of `PricedStage.seconds`.
         """
         return self.stage(slot, settings, role).seconds(blocks, is_split)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from holmesjax.costs.parameters import table_parameters
 from holmesjax.planner.layer_ranges import Counts, add
-from holmesjax.planner.problem import Assignment, Problem, Segment, Stage, roles
+from holmesjax.planner.problem import Assignment, Problem, Segment, PricedStage, roles
 from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,
@@ -152,8 +152,8 @@ class _AssignmentCosts:
 
     def __init__(self, problem: Problem, settings: StepSettings, order: TaskOrder):
         self._problem, self._settings, self._order = problem, settings, order
-        self._stages: dict[tuple[Segment, ...], list[Stage]] = {}
-        self._held: dict[tuple[Stage, int, tuple[Counts, ...]], _StageRow | None] = {}
+        self._stages: dict[tuple[Segment, ...], list[PricedStage]] = {}
+        self._held: dict[tuple[PricedStage, int, tuple[Counts, ...]], _StageRow | None] = {}
         self._sending: dict[tuple[Segment, ...], tuple[np.ndarray, float]] = {}
 
     def of(self, assignment: Assignment) -> tuple[np.ndarray, np.ndarray] | None:
@@ -178,7 +178,9 @@ class _AssignmentCosts:
         task_s = np.transpose(tasks, (2, 1, 0)).reshape(3, -1)
         return np.transpose(once), task_s
 
-    def _row(self, stage: Stage, place: int, chunks: tuple[Counts, ...]) -> "_StageRow | None":
+    def _row(
+        self, stage: PricedStage, place: int, chunks: tuple[Counts, ...]
+    ) -> "_StageRow | None":
         problem, order, settings = self._problem, self._order, self._settings
         blocks, is_split = add(chunks), order.splits_backward
         in_flight = problem.in_flight(order, place, sum(blocks))
