@@ -12,9 +12,9 @@ from holmesjax.config import ParallelConfig
 from holmesjax.planner.layer_ranges import Counts, add, split_chunks
 from holmesjax.planner.problem import (
     Assignment,
+    PricedStage,
     Problem,
     Segment,
-    PricedStage,
     StageSlot,
     roles,
 )

@@ -16,7 +16,7 @@ from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, split, with_moves
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.layer_ranges import Counts
-from holmesjax.planner.problem import Assignment, Segment, PricedStage
+from holmesjax.planner.problem import Assignment, PricedStage, Segment
 from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.planner.step_time import stage_loads, transfer_times

@@ -261,7 +261,7 @@ class Problem:
     def seconds(
         self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
     ) -> StageSeconds:
-        """Predicted seconds of one stage, or of one of its chunks: `PricedStage.seconds` of `stage`.
+        """Predicted seconds of a stage, or of one of its chunks, as `PricedStage.seconds`.
 
         Args:
           slot, settings, role: those of `stage`.

@@ -10,7 +10,7 @@ import numpy as np
 
 from holmesjax.costs.parameters import table_parameters
 from holmesjax.planner.layer_ranges import Counts, add
-from holmesjax.planner.problem import Assignment, Problem, Segment, PricedStage, roles
+from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment, roles
 from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,
