@@ -1,15 +1,18 @@
 """How long the planner takes, by the number of devices: python -m benchmarks.planner_search
 
     devices    in clusters of three fabrics and four speeds, eight to a node
+    tokens     of a sequence
     seconds    of `planner.find`, the median of the repeats; each in a process of its own
+    CPU s      of them, on a CPU: the search is one thread
     gap        how much faster a plan could be at most, by the planner's own bound
     gain       what ten times the effort finds, as a share of the step
 
-Bars: 1,024 devices, 96 layers, 6 clusters in 10 s on 2 cores; 16,384 devices in 12 clusters in 60 s
-and 2 GiB.
+Bars: 1,024 devices, 96 layers, 6 clusters in 2 s on 2 cores; 16,384 devices in 12 clusters in 5 s
+and 2 GiB; both with sequences of 2,048 tokens.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,6 +45,7 @@ from holmesjax.topology.machines import Cluster, Link, Nic, Node, Topology
 
 NAME = "planner_search"
 PER_NODE = 8
+CONTEXT_LENGTHS = (2048, 32_768)  # tokens of a sequence: of the longer, `context` is tried, too
 # fabric, its NIC, and the kind of device, of each cluster in turn
 KINDS: tuple[tuple[Fabric, float, str], ...] = (
     ("infiniband", 50e9, "h100"),
@@ -70,7 +74,7 @@ SIZES = (
     Size(4096, 8, 96, 12288, 3072),
     Size(16384, 12, 96, 12288, 6144),
 )
-BARS_S = {1024: 10.0, 16384: 60.0}
+BARS_S = {(1024, 2048): 2.0, (16384, 2048): 5.0}  # by devices and tokens of a sequence
 MOST_GIB = 2.0
 
 
@@ -119,10 +123,11 @@ def make_config(size: Size, context_length: int) -> Config:
 def measure(size: Size, context_length: int) -> dict[str, float]:
     """One search, timed."""
     config, topology = make_config(size, context_length), make_topology(size)
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     _, found = planner.find(config, topology)
     return {
         "seconds": time.perf_counter() - start_s,
+        "cpu_s": time.process_time() - start_cpu_s,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "step_s": found.best[0].step_s,
         "gap": found.gap,
@@ -138,11 +143,15 @@ def try_harder(size: Size, context_length: int) -> float:
     return found.best[0].step_s
 
 
-def summarise(size: Size, runs: list[dict[str, float]], harder_s: float | None) -> dict[str, Any]:
+def summarise(
+    size: Size, context_length: int, runs: list[dict[str, float]], harder_s: float | None
+) -> dict[str, Any]:
     seconds = [run["seconds"] for run in runs]
     line: dict[str, Any] = {
         **size._asdict(),
+        "context_length": context_length,
         "seconds": statistics.median(seconds),
+        "cpu_s": statistics.median(run["cpu_s"] for run in runs),
         "low": min(seconds),
         "high": max(seconds),
         "peak_gib": max(run["peak_gib"] for run in runs),
@@ -152,26 +161,32 @@ def summarise(size: Size, runs: list[dict[str, float]], harder_s: float | None) 
     return line if harder_s is None else line | {"gain": 1 - harder_s / runs[0]["step_s"]}
 
 
+def bar_of(line: dict[str, Any]) -> float | None:
+    """Seconds that a search should take at most; None where there is no bar."""
+    return BARS_S.get((line["devices"], line["context_length"]))
+
+
 def is_met(line: dict[str, Any]) -> bool:
     """Whether a size keeps its bar; those without one do."""
-    bar_s = BARS_S.get(line["devices"])
+    bar_s = bar_of(line)
     return bar_s is None or (line["seconds"] <= bar_s and line["peak_gib"] <= MOST_GIB)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """In Markdown."""
     rows = [
-        "| devices | clusters | layers | seconds | range | bar | peak GiB | gap | gain |",
-        "| ---: " * 9 + "|",
+        "| devices | clusters | layers | tokens | seconds | range | CPU s | bar | peak GiB | gap "
+        "| gain |",
+        "| ---: " * 11 + "|",
     ]
     for line in lines:
-        bar = BARS_S.get(line["devices"])
+        bar = bar_of(line)
         met = f"{bar:.0f} s {'met' if is_met(line) else 'MISSED'}" if bar is not None else ""
         gain = f"{line['gain']:.1%}" if "gain" in line else "not tried"
         cells = [
-            f"{line['devices']:,}", line["clusters"], line["layers"], f"{line['seconds']:.1f}",
-            f"{line['low']:.1f} to {line['high']:.1f}", met, f"{line['peak_gib']:.2f}",
-            f"{line['gap']:.0%}", gain,
+            f"{line['devices']:,}", line["clusters"], line["layers"], f"{line['context_length']:,}",
+            f"{line['seconds']:.1f}", f"{line['low']:.1f} to {line['high']:.1f}",
+            f"{line['cpu_s']:.1f}", met, f"{line['peak_gib']:.2f}", f"{line['gap']:.0%}", gain,
         ]  # fmt: skip
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(rows)
@@ -181,16 +196,21 @@ def chart(lines: list[dict[str, Any]], about: str) -> Figure:
     """Seconds by devices, both logarithmic, with the bars."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     ax = figure.subplots()
-    devices = [line["devices"] for line in lines]
-    seconds = [line["seconds"] for line in lines]
-    ax.loglog(devices, seconds, color=BLUE, marker="o")
-    low, high = ([line[end] for line in lines] for end in ("low", "high"))
-    ax.vlines(devices, low, high, color=INK)
-    for line in lines:
-        at = line["devices"], line["seconds"]
-        ax.annotate(f"{line['seconds']:.1f} s", at, (6, -12), textcoords="offset points", color=INK)
-    for number, bar_s in BARS_S.items():
-        ax.plot([number / 1.5, number * 1.5], [bar_s] * 2, color=MUTED, linestyle="--")
+    for context_length, color in zip(CONTEXT_LENGTHS, (BLUE, MUTED), strict=True):
+        own = [line for line in lines if line["context_length"] == context_length]
+        devices = [line["devices"] for line in own]
+        seconds = [line["seconds"] for line in own]
+        label = f"sequences of {context_length:,} tokens"
+        ax.loglog(devices, seconds, color=color, marker="o", label=label)
+        low, high = ([line[end] for line in own] for end in ("low", "high"))
+        ax.vlines(devices, low, high, color=INK)
+        for line in own:
+            at = line["devices"], line["seconds"]
+            text = f"{line['seconds']:.1f} s"
+            ax.annotate(text, at, (6, -12), textcoords="offset points", color=INK)
+    for (number, _), bar_s in BARS_S.items():
+        ax.plot([number / 1.5, number * 1.5], [bar_s] * 2, color=INK, linestyle="--")
+    ax.legend(frameon=False)
     ax.set_xticks(devices, [f"{n:,}" for n in devices])
     ax.set_xticks([], minor=True)
     ax.set_xlabel("devices")
@@ -208,19 +228,19 @@ def main() -> int:
     parser.add_argument("--repeats", type=count, default=3, help="of every size (3)")
     parser.add_argument("--most", type=int, default=SIZES[-1].devices, help="devices (16384)")
     parser.add_argument("--harder", type=int, default=1024, help="gains up to so many (1024)")
-    parser.add_argument("--context-length", type=count, default=2048, help="tokens (2048)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (results/)")
     args = parser.parse_args()
     lines: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
-    for size in (size for size in SIZES if size.devices <= args.most):
+    sizes = [size for size in SIZES if size.devices <= args.most]
+    for context_length, size in itertools.product(CONTEXT_LENGTHS, sizes):
         runs = []
         for _ in range(args.repeats):
             with context.Pool(1) as pool:
-                runs.append(pool.apply(measure, (size, args.context_length)))
+                runs.append(pool.apply(measure, (size, context_length)))
             print(f"{size.devices} devices: {runs[-1]['seconds']:.1f} s", flush=True)
-        harder_s = try_harder(size, args.context_length) if size.devices <= args.harder else None
-        lines.append(summarise(size, runs, harder_s))
+        harder_s = try_harder(size, context_length) if size.devices <= args.harder else None
+        lines.append(summarise(size, context_length, runs, harder_s))
     result = {
         **provenance(NAME),
         "lines": lines,

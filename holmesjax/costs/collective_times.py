@@ -172,7 +172,12 @@ class Groups:
     @classmethod
     def of(cls, groups: Sequence[Group | None]) -> "Groups":
         rows = [ALONE if group is None or group.size == 1 else group.row for group in groups]
-        size, step_s, climb_s, *reach = np.array(rows).T
+        return cls.of_rows(np.array(rows))
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> "Groups":
+        """Those with the numbers of `Group.row`, [groups, numbers]."""
+        size, step_s, climb_s, *reach = rows.T
         by_kind = {
             kind: Reached(start_s=start_s, bandwidth_bytes_per_s=rate)
             for kind, start_s, rate in zip(

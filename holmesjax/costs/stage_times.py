@@ -7,7 +7,7 @@ device reaches, and `collective_times` the seconds of collectives.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,7 +133,6 @@ class _Layers(NamedTuple):
     weight_s: Numbers
 
 
-@cached(10_000)  # a search asks for the same layers over and over
 def _layer(
     model: ModelConfig,
     number: int,  # of the kind, in `Kinds.blocks`
@@ -216,18 +215,16 @@ def layers_s(
     stage: StageShape,
     devices: Sequence[DeviceKind],
     implementation: Implementation = HOLMESJAX,
-) -> list[float]:
+) -> list[Numbers]:
     """Seconds of a microbatch in a layer of each kind on the slowest of some kinds of device.
 
     Forward and backward, without collectives.
     """
-    return [
-        max(
-            float(layer.forward_s + layer.backward_s)
-            for layer in (_layers(model, i, stage, device, implementation) for device in devices)
-        )
-        for i in range(len(stage.blocks))
-    ]
+    found = []
+    for i in range(len(stage.blocks)):
+        layers = [_layers(model, i, stage, device, implementation) for device in devices]
+        found.append(reduce(np.maximum, [own.forward_s + own.backward_s for own in layers]))
+    return found
 
 
 def _layers(
@@ -238,19 +235,38 @@ def _layers(
     implementation: Implementation,
 ) -> _Layers:
     """Seconds of a layer of one kind, in the shape of the stage's numbers."""
-    of = lambda sequences, tensor, context: _layer(
-        model,
-        number,
-        _LayerShape.of(stage, sequences=sequences, tensor=tensor, context=context),
-        device,
-        implementation,
-    )
+    like = _LayerShape.of(stage, sequences=0, tensor=0, context=0)
+    known = _known_layers(model, number, like, device, implementation)
+
+    def of(cut: tuple[int, int, int]) -> _Layer:
+        if cut not in known:
+            sequences, tensor, context = cut
+            shape = like._replace(sequences=sequences, tensor=tensor, context=context)
+            known[cut] = _layer(model, number, shape, device, implementation)
+        return known[cut]
+
     if not np.ndim(stage.sequences):
-        return _Layers(*of(stage.sequences, stage.tensor, stage.context))
+        sizes: Any = stage.sequences, stage.tensor, stage.context
+        return _Layers(*of(sizes))
     cuts = np.array([stage.sequences, stage.tensor, stage.context])
-    found = [of(*own) for own in cuts.reshape(3, -1).T.tolist()]
+    found = [of(cut) for cut in map(tuple, cuts.reshape(3, -1).T.tolist())]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
     return _Layers(forward_s, backward_s, weight_s)
+
+
+@cached(1_000)
+def _known_layers(
+    model: ModelConfig,
+    number: int,
+    like: _LayerShape,
+    device: DeviceKind,
+    implementation: Implementation,
+) -> dict[tuple[int, int, int], _Layer]:
+    """The known seconds of a layer by its sequences, `tensor` and `context`; `_layers` adds to it.
+
+    A search asks for the same layers over and over, and hashing a model takes longer than that.
+    """
+    return {}
 
 
 def _end_s(

@@ -120,7 +120,8 @@ def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
 
 def chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Counts]:
     """The Transformer layers of each chunk of one stage, of each kind."""
-    return problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)[stage]
+    found = problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)
+    return list(found[stage])
 
 
 def stage_seconds(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:

@@ -23,11 +23,12 @@ from holmesjax.planner.candidates import (
     with_moves,
 )
 from holmesjax.planner.fitting import fitting
+from holmesjax.planner.layer_ranges import Counts
 from holmesjax.planner.layer_split import split
-from holmesjax.planner.problem import Assignment, Problem, Segment
+from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment
 from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
-from holmesjax.planner.stage_layouts import StepSettings
-from holmesjax.planner.step_time import roles, stage_loads, transfer_times
+from holmesjax.planner.stage_layouts import InFlight, StepSettings
+from holmesjax.planner.step_time import stage_loads, transfer_times
 from holmesjax.planner.trials import Candidate, Trials
 from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder, leanest
 
@@ -53,6 +54,7 @@ class HeuristicSearch:
         self._problem = pinned or trials.problem
         allowed = set(shortlist.step_settings(self._problem.config))
         self._settings = [settings for settings in trials.bounds if settings in allowed]
+        self._splits: dict[tuple[tuple[Segment, ...], StepSettings, TaskOrder], Assignment] = {}
 
     def run(self) -> None:
         """Tries the shortlist, then what is near the best of it, then both with pins."""
@@ -279,7 +281,10 @@ class HeuristicSearch:
         layers = self._problem.config.parallel.layers
         if layers:
             return Assignment(tuple(segments), layers)
-        return split(self._problem, segments, settings, order)
+        key = tuple(segments), settings, order
+        if key not in self._splits:
+            self._splits[key] = split(self._problem, segments, settings, order)
+        return self._splits[key]
 
     def _plain_assignment(self, segments: Sequence[Segment], settings: StepSettings) -> Assignment:
         """An assignment split for the schedule with the fewest microbatches in flight."""
@@ -295,12 +300,15 @@ class HeuristicSearch:
         """Whether memory holds an assignment with the schedule that holds least."""
         order = self._leanest(len(assignment.layers), settings)
         ranges = self._problem.ranges.ranges(assignment.layers)
-        stages = zip(assignment.slots, roles(order.num_stages), ranges, strict=True)
-        in_flight = lambda stage, blocks: self._problem.in_flight(order, stage, sum(blocks))
+        stages = self._problem.stages(assignment.slots, settings)
         return all(
-            self._problem.fits(slot, settings, role, blocks, in_flight(stage, blocks))
-            for stage, (slot, role, blocks) in enumerate(stages)
+            self._holds(stage, blocks, self._problem.in_flight(order, place, sum(blocks)))
+            for place, (stage, blocks) in enumerate(zip(stages, ranges, strict=True))
         )
+
+    def _holds(self, stage: PricedStage, blocks: Counts, in_flight: InFlight) -> bool:
+        usable_bytes = self._problem.usable_bytes(stage.slot.pool)
+        return stage.memory_bytes(blocks, in_flight) <= usable_bytes
 
     def _orders(self, assignment: Assignment, settings: StepSettings) -> list[TaskOrder]:
         """The schedules for an assignment; first eager 1F1B if allowed, which is seldom slow."""
@@ -327,13 +335,12 @@ class HeuristicSearch:
             assignment = self._assignment(segments, settings, order)
             task_s, once_s = [], []
             ranges = problem.ranges.ranges(assignment.layers)
-            for stage, (slot, blocks, role) in enumerate(
-                zip(assignment.slots, ranges, roles(order.num_stages), strict=True)
-            ):
-                in_flight = problem.in_flight(order, stage, sum(blocks))
-                if not problem.fits(slot, settings, role, blocks, in_flight):
+            stages = problem.stages(assignment.slots, settings)
+            for place, (stage, blocks) in enumerate(zip(stages, ranges, strict=True)):
+                in_flight = problem.in_flight(order, place, sum(blocks))
+                if not self._holds(stage, blocks, in_flight):
                     break
-                times = problem.seconds(slot, settings, role, blocks, is_split=False)
+                times = stage.seconds(blocks, is_split=False)
                 task_s.append(times.forward + times.backward)
                 once_s.append(times.once)
             else:

@@ -58,7 +58,7 @@ class LayerRanges:
         edges = [0, *itertools.accumulate(sizes)]
         return [self.counts(start, stop) for start, stop in itertools.pairwise(edges)]
 
-    def chunks(self, layers: Sequence[int], num_chunks: int) -> list[list[Counts]]:
+    def chunks(self, layers: Sequence[int], num_chunks: int) -> list[tuple[Counts, ...]]:
         """The counts of each chunk of every stage.
 
         Model order goes through all stages chunk by chunk.
@@ -67,9 +67,11 @@ class LayerRanges:
           layers: of each stage, in all its chunks.
           num_chunks: of each stage.
         """
+        if num_chunks == 1:
+            return [(own,) for own in self.ranges(layers)]
         shares = [split_chunks(n, num_chunks) for n in layers]
         found = self.ranges([share[chunk] for chunk in range(num_chunks) for share in shares])
-        return [found[stage :: len(layers)] for stage in range(len(layers))]
+        return [tuple(found[stage :: len(layers)]) for stage in range(len(layers))]
 
     @cached_property
     def loads(self) -> tuple[int, ...]:

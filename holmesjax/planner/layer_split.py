@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from holmesjax.planner.layer_ranges import Counts
-from holmesjax.planner.problem import Assignment, Problem, Segment, StageSlot
-from holmesjax.planner.stage_layouts import StepSettings
-from holmesjax.planner.step_time import roles
+from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment, StageSlot
+from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 
 FEW_LAYERS = 128  # so many are shared out one by one
@@ -29,24 +28,37 @@ def split(
     return assignment._replace(layers=share_out(problem, assignment.slots, settings, order))
 
 
-def _load(
-    problem: Problem,
-    slot: StageSlot,
-    settings: StepSettings,
-    order: TaskOrder,
-    stage: int,
-    blocks: Counts,
-) -> tuple[bool, float]:
-    """Returns whether layers are too much for a stage's memory, and their seconds.
+class _Loads:
+    """The loads of the stages of a pipeline, of equal stages worked out once."""
 
-    The seconds are those of a microbatch, with a share of the tasks that come once in a step.
-    """
-    role = roles(order.num_stages)[stage]
-    times = problem.seconds(slot, settings, role, blocks, is_split=False)
-    once_s = times.once / settings.microbatches
-    in_flight = problem.in_flight(order, stage, sum(blocks))
-    full = not problem.fits(slot, settings, role, blocks, in_flight)
-    return full, times.forward + times.backward + once_s
+    def __init__(
+        self,
+        problem: Problem,
+        slots: Sequence[StageSlot],
+        settings: StepSettings,
+        order: TaskOrder,
+    ):
+        self._problem, self._order = problem, order
+        self._stages = problem.stages(slots, settings)
+        self._usable_bytes = [problem.usable_bytes(slot.pool) for slot in slots]
+        self._plain = [problem.in_flight(order, i, order.chunks) for i in range(len(slots))]
+        self._known: dict[tuple[PricedStage, InFlight, Counts], tuple[bool, float]] = {}
+
+    def of(self, place: int, blocks: Counts) -> tuple[bool, float]:
+        """Returns whether layers are too much for a stage's memory, and their seconds.
+
+        The seconds are those of a microbatch, with a share of the tasks that come once in a step.
+        """
+        stage, in_flight = self._stages[place], self._plain[place]
+        if self._order.chunks > 1:
+            in_flight = self._problem.in_flight(self._order, place, sum(blocks))
+        key = stage, in_flight, blocks
+        if (load := self._known.get(key)) is None:
+            times = stage.seconds(blocks, is_split=False)
+            once_s = times.once / stage.settings.microbatches
+            full = stage.memory_bytes(blocks, in_flight) > self._usable_bytes[place]
+            load = self._known[key] = full, times.forward + times.backward + once_s
+        return load
 
 
 def _share_equal(
@@ -59,11 +71,10 @@ def _share_equal(
     at least as many layers as that one. The last of equally fast stages takes the layer, since it
     holds the fewest microbatches in flight.
     """
-    layers = [order.chunks] * order.num_stages
+    layers, loads = [order.chunks] * order.num_stages, _Loads(problem, slots, settings, order)
 
     def load(stage: int, more: int) -> tuple[bool, float, int]:
-        blocks = (layers[stage] + more,)
-        return *_load(problem, slots[stage], settings, order, stage, blocks), -stage
+        return *loads.of(stage, (layers[stage] + more,)), -stage
 
     left = problem.num_layers - sum(layers)
     while left > 0:
@@ -88,10 +99,10 @@ def _share_unequal(
     turn takes as many layers as it can within a limit, the stages hold the model if any can.
     """
     num_layers, last = problem.num_layers, order.num_stages - 1
+    loads = _Loads(problem, slots, settings, order)
 
     def load(stage: int, start: int, stop: int) -> tuple[bool, float]:
-        blocks = problem.ranges.counts(start, stop)
-        return _load(problem, slots[stage], settings, order, stage, blocks)
+        return loads.of(stage, problem.ranges.counts(start, stop))
 
     def within(limit: tuple[bool, float]) -> tuple[int, ...] | None:
         sizes: list[int] = []

@@ -19,8 +19,8 @@ is a placement whose price is right, but not always the cheapest.
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,18 @@ class MeshPlacement(Generic[A]):
         }
 
 
+class _Line(NamedTuple):
+    """An axis of a mesh on devices that fill equal nodes one after the other.
+
+    Its groups, and so their links, depend on nothing else.
+    """
+
+    size: int  # of the axis
+    stride: int  # devices from one of a group to the next
+    num_devices: int  # of the mesh, or of a part of it that is like every other part
+    in_a_node: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Paths:
     """Speeds of the paths between some nodes, and between the devices of each.
@@ -64,6 +76,8 @@ class Paths:
     # Cluster -> nodes of a group -> what was measured of its collectives: of all links of a node.
     software: Mapping[str, Mapping[int, Mapping[CollectiveKind, Reached]]]
     pipes: tuple[Pipe, ...]  # between clusters of the nodes
+    # Of uniform paths: the slowest group of an axis and its seconds per byte, by `_Line`.
+    lines: "dict[_Line, tuple[Group, float]]" = field(default_factory=dict)
 
     @classmethod
     def between(cls, topology: Topology, nodes: Sequence[str]) -> "Paths":
@@ -201,26 +215,52 @@ def arrangements(
     position = {name: i for i, name in enumerate(paths.nodes)}
     nodes = sorted_by_block(paths, [position[name] for name in devices])
     numbers = tuple(number for node in nodes for number in devices[paths.nodes[node]])
-    seats = np.repeat(nodes, [len(devices[paths.nodes[node]]) for node in nodes])
+    counts = [len(devices[paths.nodes[node]]) for node in nodes]
+    fills = all(count == counts[0] for count in counts[:-1]) and counts[-1] <= counts[0]
+    seats = None if paths.is_uniform and fills else np.repeat(nodes, counts)
     found: dict[tuple[A, ...], Arrangement[A]] = {}
     for axes in itertools.permutations(sizes):
         long = tuple(axis for axis in axes if sizes[axis] > 1)
         if long in found:
             continue
         in_order = {axis: sizes[axis] for axis in axes}
-        groups = {axis: _groups(seats, in_order, axis) for axis in long}
-        slowest = {axis: _slowest_pairs(paths, groups[axis]) for axis in long}
+        if seats is None:
+            lines = _lines(paths, in_order, counts[0])
+        else:
+            lines = {axis: _slowest(paths, _groups(seats, in_order, axis)) for axis in long}
         found[long] = Arrangement(
             sizes=in_order,
             devices=numbers,
-            groups={axis: _group(paths, groups[axis], slowest[axis]) for axis in long},
-            s_per_byte={
-                axis: float(max(paths.s_per_byte[pair] for pair in slowest[axis]))
-                for axis in sizes
-                if axis in slowest
-            },
+            groups={axis: lines[axis][0] for axis in long},
+            s_per_byte={axis: lines[axis][1] for axis in sizes if axis in lines},
         )
     return list(found.values())
+
+
+def _lines(paths: Paths, sizes: Mapping[A, int], in_a_node: int) -> dict[A, tuple[Group, float]]:
+    """`_slowest` of each axis longer than 1, on devices that fill equal nodes; worked out once."""
+    num_devices = stride = math.prod(sizes.values())
+    found = {}
+    for axis, size in sizes.items():
+        block, stride = stride, stride // size
+        if size == 1:
+            continue
+        # Blocks that fill whole nodes are all alike, and so are those inside a node.
+        is_like = block % in_a_node == 0 or in_a_node % block == 0
+        line = _Line(size, stride, block if is_like else num_devices, in_a_node)
+        if line not in paths.lines:
+            seats = np.arange(line.num_devices) // in_a_node
+            groups = np.sort(seats.reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size))
+            paths.lines[line] = _slowest(paths, groups)
+        found[axis] = paths.lines[line]
+    return found
+
+
+def _slowest(paths: Paths, groups: np.ndarray) -> tuple[Group, float]:
+    """The slowest group of an axis, and the seconds per byte of the slowest pair of any group."""
+    pairs = _slowest_pairs(paths, groups)
+    s_per_byte = max(float(paths.s_per_byte[pair]) for pair in pairs)
+    return _group(paths, groups, pairs), s_per_byte
 
 
 def cheapest(
@@ -257,6 +297,8 @@ def place(
 def sorted_by_block(paths: Paths, nodes: Sequence[int]) -> list[int]:
     """Sorts positions so that nodes within any limit of each other are a run; else as given."""
     nodes = list(nodes)
+    if paths.is_uniform:
+        return nodes
     between = paths.s_per_byte[np.ix_(nodes, nodes)][~np.eye(len(nodes), dtype=bool)]
     for limit in np.unique(between):  # a stable sort by the coarsest blocks last
         blocks = _blocks(nodes, paths.s_per_byte, limit)

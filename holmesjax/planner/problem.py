@@ -31,6 +31,7 @@ from holmesjax.planner.stage_layouts import (
     Pool,
     Role,
     StepSettings,
+    meshes,
 )
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue, Simulator
@@ -97,6 +98,62 @@ class StageSeconds(NamedTuple):
     once: float  # about what all that adds to a step
 
 
+@functools.cache  # a search asks over and over
+def roles(num_stages: int) -> tuple[Role, ...]:
+    """The role of each stage."""
+    last = num_stages - 1
+    return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
+
+
+class PricedStage:
+    """One stage without its layers; its seconds and its bytes are worked out once for any.
+
+    They do not depend on how much memory there is, nor on what the config asks for.
+    """
+
+    def __init__(self, problem: "Problem", slot: StageSlot, settings: StepSettings, role: Role):
+        self.slot, self.settings, self.role = slot, settings, role
+        self._problem = problem
+        self._seconds: dict[tuple[Counts, bool], StageSeconds] = {}
+        self._bytes: dict[tuple[Counts, InFlight], float] = {}
+
+    def seconds(self, blocks: Counts, is_split: bool) -> StageSeconds:
+        """Predicted seconds of the stage, or of one of its chunks.
+
+        Args:
+          blocks: Transformer layers of the stage, of each kind.
+          is_split: whether gradients of weights are tasks of their own.
+        """
+        key = blocks, is_split
+        if key not in self._seconds:
+            slot, settings, role = self.slot, self.settings, self.role
+            costs, pool = self._problem.stage_costs, self._problem.pools[slot.pool]
+            placement = self._problem.placement(slot, settings)
+            times = costs.times(pool, placement, slot.mesh, settings, role, blocks)
+            # The same rule as `compilation.sends_within`. A whole step in one program loops over
+            # microbatches and sends before and after the loop. W, too, reduces while it computes.
+            sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
+            self._seconds[key] = StageSeconds(
+                float(times.whole_forward_s),
+                float(times.whole_backward_s - is_split * times.weight_s),
+                float(times.weight_s),
+                float(times.exposed_reduce_s if sends_within or is_split else times.reduce_s),
+                float(times.exposed_gather_s if sends_within else times.gather_s),
+                float(times.update_s),
+                float(times.once_s),
+            )
+        return self._seconds[key]
+
+    def memory_bytes(self, blocks: Counts, in_flight: InFlight) -> float:
+        """Predicted bytes on each device, with the most microbatches that it holds at a time."""
+        key = blocks, in_flight
+        if key not in self._bytes:
+            mesh, settings, role = self.slot.mesh, self.settings, self.role
+            costs = self._problem.stage_costs
+            self._bytes[key] = costs.memory_bytes(mesh, settings, role, blocks, in_flight)
+        return self._bytes[key]
+
+
 @dataclass(kw_only=True, eq=False)
 class Problem:
     """Everything that is given, and what has been worked out so far."""
@@ -107,7 +164,8 @@ class Problem:
     stage_costs: StageCosts
     crosses_because: str = ""  # why stages may lie in several clusters, if they may
     usable_memory: float = USABLE_MEMORY  # share of each device's memory
-    _seconds: dict[tuple[object, ...], StageSeconds] = field(default_factory=dict)
+    _stages: dict[tuple[StageSlot, StepSettings, Role], PricedStage] = field(default_factory=dict)
+    _meshes: dict[tuple[object, ...], list[MeshShape]] = field(default_factory=dict)
     _simulators: dict[TaskOrder, tuple[Simulator, tuple[tuple[Task, ...], ...]]] = field(
         default_factory=dict
     )
@@ -152,6 +210,14 @@ class Problem:
     def pipes(self) -> list[Pipe]:
         return self.topology.pipes
 
+    def meshes(self, pool_index: int, settings: StepSettings) -> list[MeshShape]:
+        """The meshes that a stage may have on a pool."""
+        key = pool_index, settings.microbatches, self.config.parallel
+        if key not in self._meshes:
+            found = meshes(self.config, self.pools[pool_index], settings)
+            self._meshes[key] = list(found)
+        return self._meshes[key]
+
     def boundary_bytes(self, settings: StepSettings) -> float:
         sequences = self.config.train.global_batch // settings.microbatches
         num_tokens = sequences * self.config.model.context_length
@@ -170,37 +236,36 @@ class Problem:
         ]
         return tuple(found) == asked
 
-    def seconds(
-        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
-    ) -> StageSeconds:
-        """Predicted seconds of one stage, or of one of its chunks. Each is worked out once.
+    def stage(self, slot: StageSlot, settings: StepSettings, role: Role) -> "PricedStage":
+        """A stage whose seconds and bytes are asked for, for one number of layers after another.
 
         Args:
           slot: devices of the stage and their mesh.
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
-          blocks: Transformer layers of the stage, of each kind.
-          is_split: whether gradients of weights are tasks of their own.
         """
-        slot = self.like(slot)
-        key = slot, settings, role, blocks, is_split
-        if key not in self._seconds:
-            pool = self.pools[slot.pool]
-            placement = self.placement(slot, settings)
-            times = self.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
-            # The same rule as `compilation.sends_within`. A whole step in one program loops over
-            # microbatches and sends before and after the loop. W, too, reduces while it computes.
-            sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
-            self._seconds[key] = StageSeconds(
-                float(times.whole_forward_s),
-                float(times.whole_backward_s - is_split * times.weight_s),
-                float(times.weight_s),
-                float(times.exposed_reduce_s if sends_within or is_split else times.reduce_s),
-                float(times.exposed_gather_s if sends_within else times.gather_s),
-                float(times.update_s),
-                float(times.once_s),
-            )
-        return self._seconds[key]
+        key = self.like(slot), settings, role
+        if key not in self._stages:
+            self._stages[key] = PricedStage(self, *key)
+        return self._stages[key]
+
+    def stages(self, slots: Sequence[StageSlot], settings: StepSettings) -> list["PricedStage"]:
+        """All stages of a pipeline in order."""
+        return [
+            self.stage(slot, settings, role)
+            for slot, role in zip(slots, roles(len(slots)), strict=True)
+        ]
+
+    def seconds(
+        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
+    ) -> StageSeconds:
+        """Predicted seconds of a stage, or of one of its chunks, as `PricedStage.seconds`.
+
+        Args:
+          slot, settings, role: those of `stage`.
+          blocks, is_split: those of `PricedStage.seconds`.
+        """
+        return self.stage(slot, settings, role).seconds(blocks, is_split)
 
     def fits(
         self,
@@ -219,7 +284,7 @@ class Problem:
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        num_bytes = self.stage_costs.memory_bytes(slot.mesh, settings, role, blocks, in_flight)
+        num_bytes = self.stage(slot, settings, role).memory_bytes(blocks, in_flight)
         return num_bytes <= self.usable_bytes(slot.pool)
 
     def usable_bytes(self, pool_index: int) -> float:
@@ -294,13 +359,46 @@ class Problem:
         self, sources: Sequence[str], targets: Sequence[str], processes: int
     ) -> FlowPath:
         num_pairs = min(len(sources), len(targets))
-        paths = _links(self.topology, sources, targets, processes / num_pairs)
+        paths = self._links(sources, targets, processes / num_pairs)
         slowest = min(paths, key=lambda link: link.bandwidth_bytes_per_s)
         # Unlike paths count with the worst of each: a faster one makes no other one count.
         slowest = replace(slowest, latency_s=max(link.latency_s for link in paths))
         if (part := self._part_of_pipes(sources, targets)) < slowest.bandwidth_bytes_per_s:
             slowest = replace(slowest, bandwidth_bytes_per_s=part)
         return FlowPath(slowest, num_pairs)
+
+    def _links(
+        self, sources: Sequence[str], targets: Sequence[str], processes: float
+    ) -> list[Link]:
+        """The paths of boundaries from each node of one stage to each of another.
+
+        Equal nodes of a cluster have equal links where none was measured: two are enough.
+        """
+        measured = self.topology.measured
+        if measured is None or not measured.pairs:
+            sources, targets = self._two_of_each(sources), self._two_of_each(targets)
+        return [self.topology.boundary_link(a, b, processes) for a in sources for b in targets]
+
+    def _two_of_each(self, names: Sequence[str]) -> list[str]:
+        found: dict[int, list[str]] = {}
+        for name in names:
+            own = found.setdefault(self._node_kinds[name], [])
+            if len(own) < 2:
+                own.append(name)
+        return [name for own in found.values() for name in own]
+
+    @cached_property
+    def _node_kinds(self) -> dict[str, int]:
+        """A number for each node, the same for equal nodes of a cluster."""
+        seen: list[tuple[str, Node]] = []
+        kinds = {}
+        for cluster in self.topology.clusters:
+            for node in cluster.nodes:
+                kind = cluster.name, replace(node, name="")
+                if kind not in seen:
+                    seen.append(kind)
+                kinds[node.name] = seen.index(kind)
+        return kinds
 
     def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
         """Returns the share of the pipes for each pair of nodes, if all that may cross one do."""
@@ -366,7 +464,7 @@ class Problem:
             self._links_of[pool_index] = [
                 replace(
                     max(
-                        _links(self.topology, names[0], names[i], most),
+                        self._links(names[0], names[i], most),
                         key=lambda link: link.bandwidth_bytes_per_s,
                     ),
                     capacity_bytes_per_s=self._capacity(pools[0], pool),
@@ -407,27 +505,3 @@ class Problem:
     def placement(self, slot: StageSlot, settings: StepSettings) -> MeshPlacement[Axis]:
         pool = self.pools[slot.pool]
         return self.stage_costs.placement(pool, slot.mesh, slot.num_stages, slot.number, settings)
-
-
-def _links(
-    topology: Topology, sources: Sequence[str], targets: Sequence[str], processes: float
-) -> list[Link]:
-    """The paths of boundaries from each node of one stage to each of another.
-
-    Equal nodes of a cluster have equal links where none was measured: two are enough.
-    """
-    if topology.measured is None or not topology.measured.pairs:
-        sources, targets = _two_of_each(topology, sources), _two_of_each(topology, targets)
-    return [topology.boundary_link(a, b, processes) for a in sources for b in targets]
-
-
-def _two_of_each(topology: Topology, names: Sequence[str]) -> list[str]:
-    seen: list[tuple[tuple[str, Node], list[str]]] = []
-    for name in names:
-        kind = topology.cluster_of(name).name, replace(topology.node(name), name="")
-        found = next((chosen for other, chosen in seen if other == kind), None)
-        if found is None:
-            seen.append((kind, [name]))
-        elif len(found) < 2:
-            found.append(name)
-    return [name for _, chosen in seen for name in chosen]

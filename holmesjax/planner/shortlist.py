@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ import numpy as np
 
 from holmesjax.config import Checkpointing, Config
 from holmesjax.planner.layer_ranges import LayerRanges
-from holmesjax.planner.problem import Problem, Segment, StageSlot
-from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors, meshes
+from holmesjax.planner.problem import Problem, Segment
+from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "dots", "full")  # the last keeps least
@@ -142,7 +142,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
     pool, stage_costs = problem.pools[pool_index], problem.stage_costs
     num_bytes = problem.boundary_bytes(settings)
     own_link, *links = problem.links_of(pool_index)
-    found = list(meshes(problem.config, pool, settings))
+    found = problem.meshes(pool_index, settings)
     if not found:
         return None
     ranges, task_s, fixed_load_s, layer_load_s = problem.ranges, [], [], []
@@ -154,7 +154,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
         task_s.append(times[0].microbatch_s / load)
         fixed_load_s.append(2 * first_s - second_s)
         layer_load_s.append((second_s - first_s) / load)
-    num_nodes = np.array([len(problem.nodes(StageSlot(pool_index, mesh, 1, 0))) for mesh in found])
+    num_nodes = stage_costs.num_nodes(pool, found)
     time_s = lambda link: (
         link.latency_s
         + np.maximum(
@@ -204,19 +204,38 @@ class Choice(NamedTuple):
     offers: tuple[Offers, ...]
     crosses: bool
 
-    def holds(self, ranges: LayerRanges, limit_s: float, depth: int) -> bool:
-        """Whether the pools hold all layers within a limit, and a stage the largest of them."""
-        most = [o.most(limit_s, depth, self.crosses) for o in self.offers]
-        all_stages = zip(self.offers, most, strict=True)
-        together = sum((offer.most_stages * own).max() for offer, own in all_stages)
-        largest = max((own.max() for own in most), default=0)
-        return bool(together >= ranges.load and largest >= max(ranges.loads))
+    def within(self, ranges: LayerRanges, depth: int) -> Callable[[float], bool]:
+        """Returns whether the pools hold all layers within a limit, and a stage the largest.
 
-    def least_limit_s(self, ranges: LayerRanges, depth: int) -> float:
-        """Just below the least limit within which the pools hold all layers; infinite if none."""
-        if not self.holds(ranges, math.inf, depth):
+        The function is asked for many limits; what does not depend on them is worked out once.
+        """
+        join = lambda arrays: np.concatenate(list(arrays))
+        offers = self.offers
+        fixed_s = join(offer.fixed_load_s for offer in offers)
+        layer_s = join(offer.layer_load_s for offer in offers)
+        room = join(offer.room.load(depth) for offer in offers)
+        least = join(np.full(len(offer.meshes), offer.least) for offer in offers)
+        most_stages = join(offer.most_stages for offer in offers)
+        way_s = join(offer.way_s * self.crosses for offer in offers)
+        starts = np.cumsum([0, *(len(offer.meshes) for offer in offers[:-1])])
+        load, largest = ranges.load, max(ranges.loads)
+
+        def holds(limit_s: float) -> bool:
+            most = np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))
+            most = np.where((most >= least) & (way_s <= limit_s), most, 0)
+            together = np.maximum.reduceat(most_stages * most, starts).sum()
+            return bool(together >= load and most.max() >= largest)
+
+        return holds
+
+    def least_limit_s(self, ranges: LayerRanges, depth: int, most_s: float = math.inf) -> float:
+        """Just below the least limit within which the pools hold all layers.
+
+        Infinite if there is none, or none up to `most_s`.
+        """
+        holds = self.within(ranges, depth) if self.offers else lambda limit_s: False
+        if not holds(most_s):
             return math.inf
-        holds = lambda limit_s: self.holds(ranges, limit_s, depth)
         low_s, high_s = 0.0, 1e-3
         while not holds(high_s):
             low_s, high_s = high_s, 4 * high_s
@@ -246,8 +265,9 @@ def choices(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
     best: list[tuple[float, int]] = []
     for i, choice in enumerate(counted):
         most_s = best[-1][0] if len(best) == MAX_CHOICES else math.inf
-        if choice.holds(problem.ranges, most_s, depth=1):
-            best.append((choice.least_limit_s(problem.ranges, depth=1), i))
+        limit_s = choice.least_limit_s(problem.ranges, depth=1, most_s=most_s)
+        if not math.isinf(limit_s):
+            best.append((limit_s, i))
             best = sorted(best)[:MAX_CHOICES]
     return [counted[i] for _, i in best]
 
@@ -319,8 +339,11 @@ def bound_s(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
         found = [Choice(tuple(alone.values()), crosses=False)]  # not all ways are looked at
     else:
         found = choices(problem, settings, alone)
-    limits_s = (choice.least_limit_s(problem.ranges, depth=1) for choice in found)
-    return settings.microbatches * min(limits_s, default=math.inf)
+    least_s = math.inf
+    for choice in found:
+        # A limit of one is just below what holds; where that holds nothing, no lower one does.
+        least_s = min(least_s, choice.least_limit_s(problem.ranges, depth=1, most_s=least_s))
+    return settings.microbatches * least_s
 
 
 def least_memory(problem: Problem, least: float, most: float) -> float:
@@ -332,7 +355,7 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
         rooms = [
             (_most_stages(pool, found), _room(problem, index, found, settings))
             for index, pool in enumerate(problem.pools)
-            if (found := list(meshes(problem.config, pool, settings)))
+            if (found := problem.meshes(index, settings))
         ]
         holds = lambda times, own=rooms: (
             problem.ranges.load
@@ -358,15 +381,13 @@ def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
     It assumes that layers can be cut and that sending and memory are free.
     """
     load_per_s = 0.0
-    for pool in problem.pools:
-        seconds = {}
-        for mesh in meshes(problem.config, pool, settings):
-            if (cut := (mesh.tensor, mesh.context, mesh.batch_shards)) not in seconds:
-                layers_s = problem.stage_costs.layers_s(pool, mesh, settings)
-                pairs = zip(layers_s, problem.ranges.loads, strict=True)
-                seconds[cut] = min(own_s / load for own_s, load in pairs) * mesh.num_devices
-        if seconds:
-            load_per_s += pool.num_devices / min(seconds.values())
+    for index, pool in enumerate(problem.pools):
+        if found := problem.meshes(index, settings):
+            layers_s = problem.stage_costs.layers_s(pool, found, settings)
+            pairs = zip(layers_s, problem.ranges.loads, strict=True)
+            least_s = np.min(np.stack([np.asarray(own_s) / load for own_s, load in pairs]), axis=0)
+            devices = np.prod(np.array(found), axis=1)
+            load_per_s += pool.num_devices / float((least_s * devices).min())
     if not load_per_s:
         return math.inf
     return settings.microbatches * problem.ranges.load / load_per_s
@@ -390,7 +411,8 @@ def listed(
     for choice in choices(problem, settings, offers):
         seen: list[float] = []
         for depth in _depths(settings):
-            limit_s = choice.least_limit_s(problem.ranges, depth)
+            within_s = most_s / settings.microbatches
+            limit_s = choice.least_limit_s(problem.ranges, depth, within_s)
             if not settings.microbatches * limit_s <= most_s:
                 break
             if limit_s in seen and _is_roomy(choice, problem.ranges.load, depth):
@@ -420,13 +442,13 @@ def _knapsack(
     choice: Choice, limit_s: float, depth: int, load: int
 ) -> tuple[float, tuple[Segment, ...]]:
     """The segments that hold all layers in the fewest seconds of a microbatch."""
-    held, own, sizes, place = _shares(load)
+    held, sizes, place = _shares(load)
     least_s = np.where(held == 0, 0.0, np.inf)  # of all pools so far, by the load that they hold
     steps = []
     for offer in choice.offers:
         most = offer.most(limit_s, depth, choice.crosses)
         own_s, chosen = _fill(offer, most, sizes)
-        together = np.where(own >= 0, least_s[::-1] + own_s[place], np.inf)
+        together = least_s[::-1] + np.append(own_s, np.inf)[place]
         taken = together.argmin(1)
         least_s = together[np.arange(len(held)), taken]
         steps.append((offer, most, chosen, taken))
@@ -444,30 +466,36 @@ def _knapsack(
 
 
 @functools.cache
-def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _shares(load: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tables of the loads that pools hold together, and of the load that one more pool adds.
 
-    If the load is large, only some numbers are tried. The first array has the loads of all pools.
-    The second has the load of the last pool: a row for the load of all, a column for the load of
-    the pools before, the largest first. The others are its distinct values and their places.
+    If the load is large, only some numbers are tried. The first array has the loads of all pools,
+    the second those that the last pool may have. The third says which of these it has, or one more
+    than there are if there is none: a row for the load of all, a column for the load of the pools
+    before, the largest first.
     """
     step = -(-load // MAX_SHARES)
     held = np.unique([0, *range(load, 0, -step)])
     own = held[:, None] - held[::-1]
     sizes, place = np.unique(np.maximum(own, 0), return_inverse=True)
-    return held, own, sizes, place.reshape(own.shape)
+    return held, sizes, np.where(own >= 0, place.reshape(own.shape), len(sizes))
 
 
 def _fill(offer: Offers, most: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a microbatch through such loads on one pool, and by which mesh; 0 is first."""
+    used = np.flatnonzero((most >= 1) & (offer.most_stages >= 1))
+    if not len(used):
+        nothing = np.full(len(sizes), np.inf)
+        nothing[0] = 0.0 if offer.count is None else np.inf
+        return nothing, np.zeros(len(sizes), int)
     n = sizes[None, :]
-    stages = np.ceil(n / np.maximum(most, 1)[:, None])
-    possible = (most >= 1)[:, None] & (stages <= offer.most_stages[:, None])
+    stages = np.ceil(n / most[used, None])
+    possible = stages <= offer.most_stages[used, None]
     if offer.count is not None:
         possible &= n >= offer.count * offer.least
         stages = np.full_like(stages, offer.count)
-    seconds = n * offer.layer_s[:, None] + stages * offer.fixed_s[:, None]
-    seconds = np.where(possible, seconds, np.inf)
+    seconds = n * offer.layer_s[used, None] + stages * offer.fixed_s[used, None]
+    seconds[~possible] = np.inf
     seconds[:, 0] = 0.0 if offer.count is None else np.inf
     chosen = seconds.argmin(0)
-    return seconds[chosen, np.arange(len(sizes))], chosen
+    return seconds[chosen, np.arange(len(sizes))], used[chosen]

@@ -1,15 +1,16 @@
 """The costs of a stage on its layouts: its shape, its seconds and its bytes."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from holmesjax.config import Config, update_rules
-from holmesjax.costs import memory, work
+from holmesjax.costs import collective_times, memory, work
 from holmesjax.costs.attention import asked_of
-from holmesjax.costs.collective_times import Groups
+from holmesjax.costs.collective_times import Group, Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
 from holmesjax.layer_specs import distinct_kinds
@@ -30,8 +31,67 @@ from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,
 )
+from holmesjax.topology.machines import Numbers
 
 ALONE = InFlight(all=1, head=1)  # one microbatch
+AXES = (Axis.DATA, Axis.FSDP, Axis.CONTEXT, Axis.TENSOR)  # in the order of `MeshShape.sizes`
+
+
+class _Placements:
+    """Every order of the axes of some meshes on a pool, as arrays: many are placed at once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[MeshShape, int] = {}
+        self._num_nodes: list[int] = []
+        self._costs: list[np.ndarray] = []  # seconds per byte, [orders, axes]
+        self._groups: list[np.ndarray] = []  # places in the rows, [orders, axes]
+        self._rows = [collective_times.ALONE]  # of the groups, as `Group.row`
+        self._row_of: dict[int, int] = {}  # by the id of a group, which an arrangement keeps
+        self._stacked: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def __contains__(self, mesh: MeshShape) -> bool:
+        return mesh in self._numbers
+
+    def add(self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]], num_nodes: int) -> None:
+        """Adds a mesh with the orders of its axes, the first of which is kept among equals."""
+        most = math.factorial(len(AXES))
+        costs, groups = np.zeros((most, len(AXES))), np.zeros((most, len(AXES)), int)
+        for order, own in enumerate(arranged):
+            for place, axis in enumerate(AXES):
+                if (group := own.groups.get(axis)) is not None:
+                    costs[order, place] = own.s_per_byte[axis]
+                    groups[order, place] = self._row(group)
+        costs[len(arranged) :], groups[len(arranged) :] = costs[0], groups[0]  # as dear as it
+        self._numbers[mesh] = len(self._costs)
+        self._num_nodes.append(num_nodes)
+        self._costs.append(costs)
+        self._groups.append(groups)
+        self._stacked = None
+
+    def _row(self, group: Group) -> int:
+        if id(group) not in self._row_of:
+            self._row_of[id(group)] = len(self._rows)
+            self._rows.append(group.row)
+        return self._row_of[id(group)]
+
+    def num_nodes(self, found: Sequence[MeshShape]) -> np.ndarray:
+        """The nodes of a stage with each of some meshes, [meshes]."""
+        return np.array(self._num_nodes)[[self._numbers[mesh] for mesh in found]]
+
+    def cheapest(
+        self, found: Sequence[MeshShape], traffic_bytes: Mapping[Axis, Numbers]
+    ) -> dict[Axis, Groups]:
+        """The groups of each axis of some meshes, each in the order that `cheapest` chooses."""
+        if self._stacked is None:
+            self._stacked = np.stack(self._costs), np.stack(self._groups), np.array(self._rows)
+        costs, groups, rows = self._stacked
+        numbers = [self._numbers[mesh] for mesh in found]
+        traffic = np.stack(np.broadcast_arrays(*(traffic_bytes[axis] for axis in AXES)))
+        price_s: Any = 0.0
+        for place, sent_bytes in enumerate(traffic):
+            price_s = price_s + sent_bytes[:, None] * costs[numbers, :, place]
+        best = groups[numbers, np.argmin(price_s, axis=1)]
+        return {axis: Groups.of_rows(rows[best[:, place]]) for place, axis in enumerate(AXES)}
 
 
 class StageCosts:
@@ -47,16 +107,20 @@ class StageCosts:
         self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
         self._placements: dict[tuple[object, ...], MeshPlacement[Axis]] = {}
+        self._placed: dict[int, _Placements] = {}  # by pool; pools that are alike share one
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._many_times: dict[tuple[object, ...], StageTimes] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
-        self._pools: list[Pool] = []  # they are named by their ids, and so must not go away
+        self._many_bytes: dict[tuple[object, ...], np.ndarray] = {}
+        # Pools are named by their ids, and so must not go away.
+        self._pools: list[Pool] = []  # with `_placed`
+        self._kept: list[Pool] = []
 
     def devices(self, pool: Pool, mesh: MeshShape, num_stages: int, index: int) -> Devices:
         """Devices of stage `index` of the `num_stages` in a pool."""
         key = id(pool), mesh, num_stages
         if key not in self._slots:
-            self._pools.append(pool)
+            self._kept.append(pool)
             self._slots[key] = pool.slots(mesh, num_stages)
         return self._slots[key][index]
 
@@ -72,18 +136,25 @@ class StageCosts:
           index: index of the stage among them, from 0.
           settings: microbatches and checkpointing, which decide the bytes that each axis sends.
         """
-        where = id(pool), mesh, num_stages, index
-        if (key := (where, settings)) not in self._placements:
-            if where not in self._arranged:
-                devices = self.devices(pool, mesh, num_stages, index)
-                self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
-            traffic = self._traffic_bytes(mesh, settings)
-            self._placements[key] = cheapest(self._arranged[where], traffic)
+        key = id(pool), mesh, num_stages, index, settings
+        if key not in self._placements:
+            arranged = self._arrangements(pool, mesh, num_stages, index)
+            self._placements[key] = cheapest(arranged, self._traffic_bytes(mesh, settings))
         return self._placements[key]
 
-    def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, float]:
+    def _arrangements(
+        self, pool: Pool, mesh: MeshShape, num_stages: int, index: int
+    ) -> list[Arrangement[Axis]]:
+        where = id(pool), mesh, num_stages, index
+        if where not in self._arranged:
+            devices = self.devices(pool, mesh, num_stages, index)
+            self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
+        return self._arranged[where]
+
+    def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, Any]:
         """Bytes that a device sends along each axis in a step, to weigh the axes.
 
+        Arrays, if the sizes of the mesh are arrays.
         They are counted for a few layers, with each kind in the model's proportion.
         """
         model, train = self._config.model, self._config.train
@@ -180,29 +251,53 @@ class StageCosts:
         self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
     ) -> StageTimes:
         """Times of a stage in the middle of the pipeline with each of some meshes: [meshes]."""
-        key = id(pool), tuple(found), settings, blocks
+        placed = self._placements_of(pool, found)
+        key = id(placed), tuple(found), settings, blocks
         if key not in self._many_times:
-            self._many_times[key] = self._work_out_times(pool, found, settings, blocks)
+            self._many_times[key] = self._work_out_times(pool, placed, found, settings, blocks)
         return self._many_times[key]
 
+    def num_nodes(self, pool: Pool, found: Sequence[MeshShape]) -> np.ndarray:
+        """The nodes of a stage with each of some meshes, [meshes]."""
+        return self._placements_of(pool, found).num_nodes(found)
+
+    def _placements_of(self, pool: Pool, found: Sequence[MeshShape]) -> _Placements:
+        """The placements of stages that have a pool, or one like it, for themselves."""
+        if id(pool) not in self._placed:
+            like = (self._placed[id(own)] for own in self._pools if own.is_like(pool))
+            self._placed[id(pool)] = next(like, None) or _Placements()
+            self._pools.append(pool)
+        placed = self._placed[id(pool)]
+        for mesh in found:
+            if mesh not in placed:
+                num_nodes = len(self.devices(pool, mesh, 1, 0))
+                placed.add(mesh, self._arrangements(pool, mesh, 1, 0), num_nodes)
+        return placed
+
     def _work_out_times(
-        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts
+        self,
+        pool: Pool,
+        placed: _Placements,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
     ) -> StageTimes:
-        placements = [self.placement(pool, mesh, 1, 0, settings) for mesh in found]
-        data, tensor, fsdp, context = (
-            Groups.of([placement.groups.get(axis) for placement in placements]) for axis in SENDING
-        )
+        groups = placed.cheapest(found, self._traffic_bytes(_as_arrays(found), settings))
+        data, tensor, fsdp, context = (groups[axis] for axis in SENDING)
         shape = self._many_shapes(found, settings, blocks, InFlight(all=1, head=1))
         return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
 
     def many_bytes(
         self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
     ) -> np.ndarray:
-        """On each device of such stages, [meshes]."""
-        held = InFlight(all=in_flight, head=in_flight)
-        shape = self._many_shapes(found, settings, blocks, held)
-        items = memory.stage_memory_bytes(self._config.model, shape)
-        return np.sum(np.broadcast_arrays(*items.values()), axis=0)
+        """On each device of such stages, [meshes]. Pools with the same meshes share them."""
+        key = tuple(found), settings, blocks, in_flight
+        if key not in self._many_bytes:
+            held = InFlight(all=in_flight, head=in_flight)
+            shape = self._many_shapes(found, settings, blocks, held)
+            items = memory.stage_memory_bytes(self._config.model, shape)
+            self._many_bytes[key] = np.sum(np.broadcast_arrays(*items.values()), axis=0)
+        return self._many_bytes[key]
 
     def bytes_at_places(
         self,
@@ -233,14 +328,15 @@ class StageCosts:
         blocks: Counts,
         in_flight: InFlight,
     ) -> StageShape:
-        sizes: Any = MeshShape(*np.array(found).T)
-        shape = self.shape(sizes, settings, Role(), blocks, in_flight)
+        shape = self.shape(_as_arrays(found), settings, Role(), blocks, in_flight)
         # It may become the only stage, and the bytes of the list are the least that it can hold.
         return dataclasses.replace(shape, is_whole_step=settings.microbatches == 1)
 
-    def layers_s(self, pool: Pool, mesh: MeshShape, settings: StepSettings) -> list[float]:
-        """Seconds of a microbatch in a layer of each kind, without what is sent."""
-        shape = self.shape(mesh, settings, Role(), self.ranges.proportions)
+    def layers_s(
+        self, pool: Pool, found: Sequence[MeshShape], settings: StepSettings
+    ) -> list[Numbers]:
+        """Seconds of a microbatch in a layer of each kind, [meshes] each, without what is sent."""
+        shape = self.shape(_as_arrays(found), settings, Role(), self.ranges.proportions)
         return layers_s(self._config.model, shape, pool.kinds)
 
     def memory_bytes(
@@ -266,3 +362,9 @@ class StageCosts:
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._bytes[key] = float(sum(items.values()))
         return self._bytes[key]
+
+
+def _as_arrays(found: Sequence[MeshShape]) -> MeshShape:
+    """Some meshes as one, whose sizes are arrays, [meshes]."""
+    sizes: Any = MeshShape(*np.array(found).T)
+    return sizes

@@ -9,8 +9,7 @@ from holmesjax.config.update_rules import RULES
 from holmesjax.costs.stage_times import attention_in_stage
 from holmesjax.planner.assembly import chunk_blocks, stage_seconds
 from holmesjax.planner.layer_ranges import add
-from holmesjax.planner.problem import Problem
-from holmesjax.planner.step_time import roles
+from holmesjax.planner.problem import Problem, roles
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import catalogue
 from kernels.adamw_choice import choose_optimizer

@@ -128,6 +128,24 @@ class Pool:
             and (mesh.num_devices % size == 0 or size % mesh.num_devices == 0)
         )
 
+    def is_like(self, other: "Pool") -> bool:
+        """Whether stages on these nodes cost as much as on those of the other pool.
+
+        One may have more nodes: a stage that both have room for has equal ones in both.
+        """
+        first, *_ = own = [pool.cluster for pool in (self, other)]
+        return (
+            self.paths.topology.measured is None
+            and all(pool.paths.is_uniform for pool in (self, other))
+            and all(
+                len(numbers) == self.most_in_a_node
+                for pool in (self, other)
+                for numbers in pool.devices.values()
+            )
+            and all(cluster.fabric == first.fabric for cluster in own)
+            and replace(own[0].nodes[0], name="") == replace(own[1].nodes[0], name="")
+        )
+
     def on(self, topology: Topology) -> "Pool":
         """The same nodes, with all their devices, as other machines have them.
 
@@ -181,6 +199,9 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
     """
     part = mesh.context * mesh.tensor
     groups = mesh.fsdp * part, part, mesh.tensor
+    sizes = set(map(len, devices.values()))
+    if len(sizes) == 1 and all(size < n or size % n == 0 for size in sizes for n in groups):
+        return _first_devices(devices, mesh.num_devices)  # none is left over
 
     @functools.cache
     def left_over(place: int, size: int) -> int:
@@ -192,6 +213,16 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
         for place, number in enumerate(numbers):
             slots[left_over(place, len(numbers))].append((node, number))
     return _by_node(list(itertools.chain(*slots))[: mesh.num_devices])
+
+
+def _first_devices(devices: Devices, number: int) -> Devices:
+    found: Devices = {}
+    for node, numbers in devices.items():
+        if number <= 0:
+            break
+        found[node] = numbers[:number]
+        number -= len(numbers)
+    return found
 
 
 def make_pools(topology: Topology, by_kind: bool) -> list[Pool]:

@@ -1,29 +1,22 @@
 """The predicted seconds of a step, for any assignment of layers to stages."""
 
-import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from holmesjax.costs.parameters import table_parameters
-from holmesjax.planner.layer_ranges import add
-from holmesjax.planner.problem import Assignment, Problem
+from holmesjax.planner.layer_ranges import Counts, add
+from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment, roles
 from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,
 )
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue
-
-
-@functools.cache  # a search asks over and over
-def roles(num_stages: int) -> tuple[Role, ...]:
-    """The role of each stage."""
-    last = num_stages - 1
-    return tuple(Role(stage == 0, stage == last) for stage in range(num_stages))
 
 
 def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
@@ -115,36 +108,20 @@ def step_seconds(
       with_links: whether boundaries and tied tables take time to send.
     """
     simulator, _ = problem.simulator(order)
-    is_split = order.splits_backward
     p, v, num_assignments = order.num_stages, order.chunks, len(assignments)
     stage_s = np.empty((3, p, num_assignments))  # reduce, gather, update
     task_s = np.empty((3, p * v, num_assignments))  # forward, backward, weight
     transfer_s = np.zeros((p - (v == 1), 2, num_assignments))
     tables_s, holds = np.zeros(num_assignments), np.ones(num_assignments, bool)
     queues: list[list[Queue]] = [[] for _ in assignments]
+    costs = _AssignmentCosts(problem, settings, order)
     for k, assignment in enumerate(assignments):
-        chunks = problem.ranges.chunks(assignment.layers, v)
-        stages = zip(assignment.slots, chunks, roles(p), strict=True)
-        for stage, (slot, own_chunks, role) in enumerate(stages):
-            blocks = add(own_chunks)
-            whole = problem.seconds(slot, settings, role, blocks, is_split)
-            stage_s[:, stage, k] = whole.reduce, whole.gather, whole.update
-            in_flight = problem.in_flight(order, stage, assignment.layers[stage])
-            if not problem.fits(slot, settings, role, blocks, in_flight):
-                holds[k] = False
-                break
-            if v == 1:
-                task_s[:, stage, k] = whole[:3]
-                continue
-            both = zip(own_chunks, chunk_roles(role, v), strict=True)
-            for chunk, (chunk_blocks, chunk_role) in enumerate(both):
-                chunk_s = problem.seconds(slot, settings, chunk_role, chunk_blocks, is_split)
-                task_s[:, chunk * p + stage, k] = chunk_s[:3]
-        if holds[k] and with_links:
-            transfer_s[:, :, k] = np.reshape(
-                transfer_times(problem, assignment, settings, v), (-1, 2)
-            )
-            tables_s[k] = sum(table_times(problem, assignment))
+        if (stages := costs.of(assignment)) is None:
+            holds[k] = False
+            continue
+        stage_s[:, :, k], task_s[:, :, k] = stages
+        if with_links:
+            transfer_s[:, :, k], tables_s[k] = costs.sending(assignment)
             queues[k] = problem.queues(assignment, settings, v)
     found = np.full(num_assignments, math.inf)
     if holds.any():
@@ -165,3 +142,71 @@ def step_seconds(
         finish_s = simulator.finish_s(end_s)
         found[holds] = (finish_s + reduce_s).max(0) + update_s.max(0) + tables_s[holds]
     return found
+
+
+class _AssignmentCosts:
+    """The seconds of assignments with one schedule. Most share segments, and the layers of stages.
+
+    Each is worked out once for all of them.
+    """
+
+    def __init__(self, problem: Problem, settings: StepSettings, order: TaskOrder):
+        self._problem, self._settings, self._order = problem, settings, order
+        self._stages: dict[tuple[Segment, ...], list[PricedStage]] = {}
+        self._held: dict[tuple[PricedStage, int, tuple[Counts, ...]], _StageRow | None] = {}
+        self._sending: dict[tuple[Segment, ...], tuple[np.ndarray, float]] = {}
+
+    def of(self, assignment: Assignment) -> tuple[np.ndarray, np.ndarray] | None:
+        """Seconds to reduce, gather and update, [3, stages], and of tasks, [3, virtual stages].
+
+        None where memory is too small.
+        """
+        problem, segments = self._problem, assignment.segments
+        if segments not in self._stages:
+            self._stages[segments] = problem.stages(assignment.slots, self._settings)
+        chunks = problem.ranges.chunks(assignment.layers, self._order.chunks)
+        once, tasks = [], []
+        for place, (stage, own) in enumerate(zip(self._stages[segments], chunks, strict=True)):
+            key = stage, place, own
+            if key not in self._held:
+                self._held[key] = self._row(*key)
+            if (row := self._held[key]) is None:
+                return None
+            once.append(row.once_s)
+            tasks.append(row.task_s)
+        # [stages, chunks, 3] to virtual stages in the order of the model.
+        task_s = np.transpose(tasks, (2, 1, 0)).reshape(3, -1)
+        return np.transpose(once), task_s
+
+    def _row(
+        self, stage: PricedStage, place: int, chunks: tuple[Counts, ...]
+    ) -> "_StageRow | None":
+        problem, order, settings = self._problem, self._order, self._settings
+        blocks, is_split = add(chunks), order.splits_backward
+        in_flight = problem.in_flight(order, place, sum(blocks))
+        if stage.memory_bytes(blocks, in_flight) > problem.usable_bytes(stage.slot.pool):
+            return None
+        whole = stage.seconds(blocks, is_split)
+        once_s = whole.reduce, whole.gather, whole.update
+        if len(chunks) == 1:
+            return _StageRow(once_s, [whole[:3]])
+        own_roles = chunk_roles(stage.role, len(chunks))
+        each = [problem.stage(stage.slot, settings, role) for role in own_roles]
+        both = zip(each, chunks, strict=True)
+        return _StageRow(once_s, [chunk.seconds(own, is_split)[:3] for chunk, own in both])
+
+    def sending(self, assignment: Assignment) -> tuple[np.ndarray, float]:
+        """Seconds to the next stage and back, [links, 2], and of tied tables."""
+        if assignment.segments not in self._sending:
+            problem, chunks = self._problem, self._order.chunks
+            ways_s = transfer_times(problem, assignment, self._settings, chunks)
+            tables_s = sum(table_times(problem, assignment))
+            self._sending[assignment.segments] = np.reshape(ways_s, (-1, 2)), tables_s
+        return self._sending[assignment.segments]
+
+
+class _StageRow(NamedTuple):
+    """Seconds of one stage under a schedule."""
+
+    once_s: tuple[float, float, float]  # reduce, gather, update
+    task_s: list[tuple[float, ...]]  # of each chunk: forward, backward, weight

@@ -167,7 +167,8 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, fl
     for sequences, measured_s in timed.block_s.items():
         # Seconds are linear in the factor.
         one, two = (
-            layers_s(model, shape(sequences), [with_factor(factor)])[0] for factor in (1.0, 2.0)
+            float(layers_s(model, shape(sequences), [with_factor(factor)])[0])
+            for factor in (1.0, 2.0)
         )
         between_s.append(two - one)
         rest_s.append(measured_s - added_s - one + between_s[-1])

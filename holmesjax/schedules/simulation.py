@@ -215,8 +215,10 @@ class Simulator:
         count, num_cases = len(self.tasks), forward_s.shape[1]
         task_s = np.concatenate([forward_s, backward_s, weight_s])
         ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
-        start_s = np.zeros((count + 1 + len(ready_s), num_cases))  # then nothing, and readiness
-        end_s, sent_s = np.zeros_like(start_s), np.zeros_like(start_s)
+        # Every row is written before it is read; behind the tasks come nothing, and readiness.
+        shape = count + 1 + len(ready_s), num_cases
+        start_s, end_s, sent_s = np.empty(shape), np.empty(shape), np.empty(shape)
+        end_s[count] = sent_s[count] = 0.0
         end_s[count + 1 :] = ready_s
         for number, before, source, kind, link_before, way in self._waves:
             start_s[number] = np.maximum(end_s[before], sent_s[source])

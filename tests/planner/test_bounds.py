@@ -8,7 +8,7 @@ import pytest
 
 from holmesjax.planner.candidates import Around, ScheduleKind
 from holmesjax.planner.layer_ranges import split_chunks
-from holmesjax.planner.step_time import roles
+from holmesjax.planner.problem import roles
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, leanest, schedule
 from holmesjax.schedules.simulation import Simulator
 from tests.clock import finish_times
