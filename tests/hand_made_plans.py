@@ -41,7 +41,7 @@ def hand_made_plan(
     context=1,
     schedule="1f1b",
     microbatches=1,
-    remat="none",
+    checkpointing="none",
     chunks=1,
     in_flight=(),
 ) -> Plan:
@@ -80,7 +80,7 @@ def hand_made_plan(
         microbatches=microbatches,
         schedule=schedule,
         in_flight=in_flight,
-        activation_checkpointing=remat,
+        activation_checkpointing=checkpointing,
         boundary_bytes=0.0,
         step_time_s=0.0,
         bound_s=0.0,

@@ -24,20 +24,20 @@ PLANS = {
 SMALL = make_model(num_layers=1)
 
 
-def random_states(stages):
+def random_states(chunks):
     """States with no two equal numbers where they may differ: every leaf by its key."""
 
-    def fill(stage):
+    def fill(chunk):
         def leaf(key, shape):
             seed = [ord(c) for c in key]
             value = np.random.default_rng(seed).normal(size=shape.shape).astype(shape.dtype)
             return jax.device_put(value, shape.sharding)
 
-        flat = restoring.flatten(stage.state_shapes)
+        flat = restoring.flatten(chunk.state_shapes)
         leaves = [leaf(key, shape) for key, shape in flat.items()]
-        return jax.tree.unflatten(jax.tree.structure(stage.state_shapes), leaves)
+        return jax.tree.unflatten(jax.tree.structure(chunk.state_shapes), leaves)
 
-    return [fill(stage) for stage in stages]
+    return [fill(chunk) for chunk in chunks]
 
 
 def retention(run_dir, keep=2, hours=None, warn=print, move=Path.rename):
@@ -49,7 +49,7 @@ def write(run_dir, model=SMALL, name=None, steps=(10,), keep=2):
     return write_states(run_dir, model, make_chunks(model, plan), steps, keep)
 
 
-def write_states(run_dir, model, stages, steps, keep=2, states=()):
+def write_states(run_dir, model, chunks, steps, keep=2, states=()):
     """Checkpoints with the same states after each of these steps; random ones if none are given.
 
     What is said of them, and a CheckpointError for the last.
@@ -57,9 +57,9 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
     said = []
 
     def commit(step, arrays, files):
-        data, config = DataConfig(corpus="x"), stages[0].optimizer.config
+        data, config = DataConfig(corpus="x"), chunks[0].optimizer.config
         sections = {"model": model, "data": data, "optimizer": config}
-        dtypes = {name: getattr(stages[0], name) for name in ("param_dtype", "compute_dtype")}
+        dtypes = {name: getattr(chunks[0], name) for name in ("param_dtype", "compute_dtype")}
         manifest.commit(
             run_dir,
             step,
@@ -72,10 +72,10 @@ def write_states(run_dir, model, stages, steps, keep=2, states=()):
             files=files,
         )
 
-    states = states or random_states(stages)
+    states = states or random_states(chunks)
     retention(run_dir).after_start()
     saves = Saves(run_dir, 1, commit, retention(run_dir, keep), said.append)
-    with writing.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
+    with writing.Writer(run_dir, chunks, saves.saved, saves.failed) as writer:
         for step in steps:
             writer.save(step, states)
     saves.check(at_end=True)

@@ -109,8 +109,8 @@ def test_the_devices_of_any_plan_read_what_they_hold(plan, tmp_path):
     assert dataclasses.replace(job.config.model, hf=None) == model
     whole = init_params(job.config.model, 0)
     meshes = build_meshes(job.plan, jax.devices())
-    for stage in make_chunks(job, dict(enumerate(meshes)), {}):
-        for layer, params in stage.init(0).params.items():
+    for chunk in make_chunks(job, dict(enumerate(meshes)), {}):
+        for layer, params in chunk.init(0).params.items():
             jax.tree.map(
                 np.testing.assert_array_equal, params, {k: whole[layer][k] for k in params}
             )

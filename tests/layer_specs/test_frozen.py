@@ -28,7 +28,7 @@ FIRST = make_model(**GATED, frozen=("embed/*", "block_000/*"))  # all of the fir
 TIED = make_model(num_layers=2, tied_embeddings=True, frozen=("embed/token_VD", "*/up_DF"))
 HEAD_ALONE = make_model(num_layers=2, frozen=("embed/*", "block_*"))
 CASES = {
-    "one program": (ENDS, hand_made_plan((2,), 2, 2, fsdp=2, remat="full")),
+    "one program": (ENDS, hand_made_plan((2,), 2, 2, fsdp=2, checkpointing="full")),
     "all of one stage, one replica": (FIRST, hand_made_plan((1, 1), 1, 2, microbatches=2)),
     "all of one stage, a divided backward": (
         FIRST,

@@ -108,9 +108,12 @@ def plain_step(model):
 
 
 PLANS = {
-    "one program, computed again": (LLAMA, hand_made_plan((2,), 2, 2, fsdp=2, remat="full")),
+    "one program, computed again": (
+        LLAMA,
+        hand_made_plan((2,), 2, 2, fsdp=2, checkpointing="full"),
+    ),
     "split backward, a tied table": (GPT2, hand_made_plan((1, 1), 1, 2, schedule="zero_bubble")),
-    "unlike ranks, two stages": (UNLIKE, hand_made_plan((1, 1), 2, 2, remat="dots")),
+    "unlike ranks, two stages": (UNLIKE, hand_made_plan((1, 1), 2, 2, checkpointing="dots")),
 }
 
 

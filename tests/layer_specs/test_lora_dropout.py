@@ -30,7 +30,7 @@ LORA = LoraConfig(rank=4, alpha=6.0, targets=("all-linear",), dropout=RATE)
 MODEL = make_model(num_layers=2, num_kv_heads=2, positions="learned", lora=LORA)
 PLANS = {
     "one program, parts of sequences, computed again": hand_made_plan(
-        (2,), 1, 2, context=2, microbatches=2, remat="full"
+        (2,), 1, 2, context=2, microbatches=2, checkpointing="full"
     ),
     "a divided backward, unlike stages": hand_made_plan(
         (1, 1), (2, 1), (1, 2), fsdp=(1, 2), microbatches=2, schedule="zero_bubble"

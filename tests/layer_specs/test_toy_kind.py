@@ -162,7 +162,9 @@ def test_a_copy_of_a_weight_for_each_microbatch_is_refused_by_the_weights_name(c
 FIRST = 24  # the number of the first sequence of the step
 MODEL = make_model(num_layers=3, pattern=(TOY, "block"))
 PLANS = {
-    "one program, computed again": hand_made_plan((3,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+    "one program, computed again": hand_made_plan(
+        (3,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"
+    ),
     "split backward, unlike stages": hand_made_plan(
         (1, 2), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),

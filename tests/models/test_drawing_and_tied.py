@@ -45,7 +45,7 @@ def dropping(settings):
 SIZES = {"width": 16, "num_heads": 1, "tied_embeddings": True}
 MODEL = make_model(num_layers=2, module=f"{__name__}:dropping", **SIZES)
 PLANS = {
-    "one program, full": hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+    "one program, full": hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
     "split backward, unlike stages": hand_made_plan(
         (1, 1), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),

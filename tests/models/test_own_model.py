@@ -40,7 +40,7 @@ pytestmark = pytest.mark.xdist_group("own_model")
 
 MODEL = make_model(num_layers=4, width=16, num_heads=1, module="tests.own_models:language_model")
 PLANS = {
-    "one program, dots": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, remat="dots"),
+    "one program, dots": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, checkpointing="dots"),
     "split backward, unlike stages": hand_made_plan(
         (1, 3), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),
@@ -312,16 +312,16 @@ def test_a_cut_that_no_parameter_has_is_refused(tmp_path):
             job.load(run_file, [*sizes, cuts, "train.global_batch=192"])
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_the_planner_predicts_what_compiled_programs_hold(remat):
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_planner_predicts_what_compiled_programs_hold(checkpointing):
     """In bfloat16, in which layers are traced; parameters, gradients and state to the byte."""
-    plan = hand_made_plan((2, 2), 1, 1, microbatches=2, remat=remat)
+    plan = hand_made_plan((2, 2), 1, 1, microbatches=2, checkpointing=checkpointing)
     for i, programs in enumerate(compile_chunks(make_chunks(MODEL, plan, dtype="bfloat16"))):
         shape = shape_of(
             is_first=i == 0,
             is_last=i == 1,
             sequences=MICROBATCH,
-            checkpointing=remat,
+            checkpointing=checkpointing,
             dtype="bfloat16",
         )
         items = memory.stage_memory_bytes(MODEL, shape)

@@ -415,7 +415,8 @@ JOBS = (
         wrong="what a collective raises when it loses a process counts as a bug of the survivor",
         tests=(
             "tests/launch/test_failure_causes.py::test_what_python_raises_by_itself_is_a_processs_own",
-            "tests/distributed/test_failures.py::test_what_collectives_raise_lets_the_job_start_again",
+            "tests/distributed/test_failures.py::"
+            "test_what_collectives_raise_and_data_that_are_gone_end_no_job",
         ),
     ),
     Bug(

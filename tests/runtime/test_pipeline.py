@@ -79,8 +79,10 @@ def test_random_plans_differ():
     assert max(sum(len(stage.devices) for stage in plan.stages) for plan in plans) > 2
 
 
-def saved_bytes(remat, dtype="float32"):
-    [chunk] = make_chunks(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
+def saved_bytes(checkpointing, dtype="float32"):
+    [chunk] = make_chunks(
+        make_model(), hand_made_plan((4,), 1, 1, checkpointing=checkpointing), dtype=dtype
+    )
     batch = {name: x for name, x in step_inputs(MICROBATCH, 0).items() if name in chunk.inputs}
     replicas = jax.eval_shape(chunk.gather, chunk.state_shapes.params)
     run = lambda r, b: microbatch.forward(chunk, chunk.state_shapes.fixed, r, None, b)
@@ -89,10 +91,12 @@ def saved_bytes(remat, dtype="float32"):
 
 
 def test_checkpointing_keeps_less_and_never_the_parameters():
-    none, dots, full = (saved_bytes(remat)[0] for remat in ("none", "dots", "full"))
+    none, dots, full = (saved_bytes(checkpointing)[0] for checkpointing in ("none", "dots", "full"))
     assert full < dots < none
-    for remat, dtype in itertools.product(("none", "dots", "full"), ("float32", "bfloat16")):
-        _, saved, replicas = saved_bytes(remat, dtype)
+    for checkpointing, dtype in itertools.product(
+        ("none", "dots", "full"), ("float32", "bfloat16")
+    ):
+        _, saved, replicas = saved_bytes(checkpointing, dtype)
         shapes = {x.shape[1:] for x in jax.tree.leaves(replicas) if len(x.shape) > 2}
         assert shapes.isdisjoint(x.shape for x in saved.arrays)
         num_parameters = sum(number is not None for number in saved.parameter_of)
@@ -119,9 +123,9 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
 
 UNROUNDED = {
     "one stage": {"split": (2,)},
-    "checkpoints": {"split": (1, 1), "remat": "full"},
+    "checkpoints": {"split": (1, 1), "checkpointing": "full"},
     "split backward": {"split": (1, 1), "schedule": "zero_bubble"},
-    "fsdp": {"split": (2,), "fsdp": 2, "remat": "dots"},
+    "fsdp": {"split": (2,), "fsdp": 2, "checkpointing": "dots"},
 }
 ORDINARY = {("checkpoints", "chunked"), ("split backward", "reference"), ("fsdp", "chunked")}
 
@@ -250,8 +254,8 @@ def test_every_plan_starts_from_the_same_parameters():
     [whole] = make_chunks(model, hand_made_plan((4,), 1, 1))
     want = whole.init(SEED).params
     plan = hand_made_plan((1, 2, 1), 1, 2)
-    for stage in make_chunks(model, plan):
-        for path, got in jax.tree_util.tree_leaves_with_path(stage.init(SEED).params):
+    for chunk in make_chunks(model, plan):
+        for path, got in jax.tree_util.tree_leaves_with_path(chunk.init(SEED).params):
             wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
