@@ -37,8 +37,8 @@ from benchmarks.provenance import RESULTS, cpu_model, provenance
 from holmesjax.config import DataConfig, MixedCorpus, MixtureChange
 from holmesjax.data import sources, token_files, tokens
 from holmesjax.data.batches import Batches, Rows, model_inputs
+from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.sources import Item
-from holmesjax.data.tokenizer import BEGIN
 
 NAME = "input_pipeline"
 CONSUMED = 2_600  # tokens/s of a run of 10 M parameters on 2 cores

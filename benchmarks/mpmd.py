@@ -128,7 +128,7 @@ def _timed_step(programs: Programs, state: Any, found: dict[str, list[float]]) -
         *_, saved = timed("forward", programs["forward"], fixed, replicas, x_BLD, batch)
         args = fixed, replicas, saved, gradients, dy, None
         gradients, _ = timed("backward", programs["backward"], *args)
-    totals = timed("square_norm", programs["square_norm"], gradients, {}, None)
+    totals = timed("chunk_totals", programs["chunk_totals"], gradients, {}, None)
     return timed("update", programs["update"], state, gradients, totals, {})[0]
 
 
@@ -187,7 +187,7 @@ def ideal_step_s(job: Job, times: Sequence[Mapping[str, list[float]]]) -> float:
         [m["backward"] for m in median],
         [(0.0, 0.0)],
     )
-    extra = lambda m: m["gather"] + m["square_norm"] + m["update"]
+    extra = lambda m: m["gather"] + m["chunk_totals"] + m["update"]
     return simulation.step_time_s + max(map(extra, median))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from holmesjax.errors import HolmesError
 
-Numbers = Mapping[str, Any]  # by name: numbers, or arrays with one number
+NumbersByName = Mapping[str, Any]  # by name: numbers, or arrays with one number
 
 
 class CallbackError(HolmesError):
@@ -31,7 +31,7 @@ class Callback:
     def before_step(self, trainer: Any, step: int) -> None:
         """Called before step number `step` is dispatched; the first is 1."""
 
-    def after_step(self, trainer: Any, step: int, numbers: Numbers) -> Numbers | None:
+    def after_step(self, trainer: Any, step: int, numbers: NumbersByName) -> NumbersByName | None:
         """Called when the step is dispatched.
 
         Args:
@@ -44,7 +44,7 @@ class Callback:
           Metrics of one's own, by name.
         """
 
-    def on_validation(self, trainer: Any, step: int, losses: Numbers) -> Numbers | None:
+    def on_validation(self, trainer: Any, step: int, losses: NumbersByName) -> NumbersByName | None:
         """Called after a validation, with the arrays of its step.
 
         Args:
@@ -78,10 +78,10 @@ class Callbacks:
     def before_step(self, step: int) -> None:
         self._call("before_step", step)
 
-    def after_step(self, step: int, numbers: Numbers) -> dict[str, Any]:
+    def after_step(self, step: int, numbers: NumbersByName) -> dict[str, Any]:
         return self._call("after_step", step, numbers)
 
-    def on_validation(self, step: int, losses: Numbers) -> dict[str, Any]:
+    def on_validation(self, step: int, losses: NumbersByName) -> dict[str, Any]:
         return self._call("on_validation", step, losses)
 
     def saved(self, step: int, path: Path) -> None:

@@ -29,10 +29,10 @@ from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.optimizers import groups
 from holmesjax.plan import mfu, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Plan
+from holmesjax.planner.refusals import refuse_empty_groups
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
 from holmesjax.topology.catalogue import CPU
@@ -461,7 +461,7 @@ def load(
         overrides = _of_folder(target, overrides)
         target = target / CONFIG
     config = configs.load(target, overrides, SETTINGS_OF)
-    groups.refuse_useless(config)
+    refuse_empty_groups(config)
     topology_path = configs.topology_path(config, target)
     topology = loading.load(topology_path)
     if what_if:

@@ -21,8 +21,9 @@ from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
 from holmesjax.checkpoints import committing, manifest, restoring, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.data import cluster_paths
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
@@ -371,7 +372,7 @@ class Trainer:
                 ),
                 tell=recorder.take,
                 is_stopping=is_stopping,
-                is_saving=Due(config.checkpoint, begun=saves.begun),
+                is_saving=SaveSchedule(config.checkpoint, begun=saves.begun),
                 begins=progress.begin,
                 profiles=self.run_dir / jobs.PROFILES,
                 memory=PeakMemory(devices_of(chunks)),

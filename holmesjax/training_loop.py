@@ -36,11 +36,11 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.device_memory import PeakMemory
-from holmesjax.runtime.meanwhile import Meanwhile
+from holmesjax.runtime.overlapped_work import OverlappedWork
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
 from holmesjax.runtime.spikes import SpikeRule
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.timeline import Clock, Timeline
 from holmesjax.runtime.whole_step import WholeStep
 
@@ -187,7 +187,7 @@ class TrainingLoop:
     tell: Callable[[ProcessStep], None]
     is_stopping: Callable[[], bool]
     is_saving: Callable[[int], bool]
-    begins: Callable[[Work, int], None]
+    begins: Callable[[Activity, int], None]
     profiles: Path
     memory: PeakMemory = field(default_factory=lambda: PeakMemory({}))
     skipped: Sequence[Skipped] = ()
@@ -251,6 +251,7 @@ class TrainingLoop:
     def _run(self, feed: Feed, done: int) -> Iterator[int]:
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
+        timeline: Timeline | None = None  # of the step that is dispatched
         self._last_s = time.perf_counter()
 
         def tell(following: Timeline | None = None) -> None:
@@ -258,7 +259,7 @@ class TrainingLoop:
             if unread:
                 self._tell(self._read(unread), following)
 
-        meanwhile = Meanwhile(nearly=self.vote, idle=lambda: tell(timeline))
+        meanwhile = OverlappedWork(nearly=self.vote, idle=lambda: tell(timeline))
         while done < steps and not self.is_stopping():
             self.begins("step", done + 1)
             self.callbacks.before_step(done + 1)

@@ -9,18 +9,18 @@ DEAR = "tests.layer_kinds:dear"
 
 def dear(model):
     """A block with a wider feed-forward, so that its products take five times as long."""
-    whole = transformer.block(model).products
+    whole = transformer.block_spec(model).products
     flop = sum(own.depth * own.columns for own in whole)
     up, down = whole[2:]
     wider = 1 + 4 * flop // (up.depth * up.columns + down.depth * down.columns)
     width = wider * model.feed_forward_width
     return dataclasses.replace(
-        transformer.block(dataclasses.replace(model, mlp_width=width)), name="dear"
+        transformer.block_spec(dataclasses.replace(model, mlp_width=width)), name="dear"
     )
 
 
 def near(model):
     """A block with a window of its own, in place of `model.window`."""
-    block = transformer.block(model)
+    block = transformer.block_spec(model)
     attention = dataclasses.replace(block.attention, window=8)
     return dataclasses.replace(block, name="near", attention=attention)

@@ -279,7 +279,7 @@ def find(
                 found=", ".join(map(str, never)),
                 fix=f"use the {what}'s own settings, or another run.dir",
             )
-    _refuse_useless(start)
+    _refuse_useless_permissions(start)
     check()
     # Before the first step nothing has been done that another setting would have done otherwise.
     start.permit([change for change in changes if change.name in allowable and start.step])
@@ -313,7 +313,7 @@ def roll_back(
     )
 
 
-def _refuse_useless(start: Start) -> None:
+def _refuse_useless_permissions(start: Start) -> None:
     """Raises ConfigError where `allow` names what has not changed, or may change without it."""
     useful = {change.name for change in start.changes} & set(_allowable(start.job))
     used = {entry.name for entry in _allowed(start.job.run_dir)}  # by a start before this one

@@ -1,6 +1,5 @@
 """Every setting of a run: its sections, the rules between settings, and the files. No JAX."""
 
-from holmesjax.config import checks  # noqa: F401 - a section is made with its checks
 from holmesjax.config.data_sections import (
     BYTES,
     MIXTURE,

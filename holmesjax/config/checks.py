@@ -10,7 +10,7 @@ from typing import Any
 
 from holmesjax.config import data_checks, model_checks, parallel_checks, training_checks
 from holmesjax.config.data_sections import DataConfig
-from holmesjax.config.mistakes import CHECKS, wrong
+from holmesjax.config.mistakes import Check, wrong
 from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.sections import AUTO, CheckpointConfig, RunConfig
 from holmesjax.errors import ConfigError
@@ -51,7 +51,8 @@ def _of_transformers(check: Callable[..., Iterator[ConfigError]]) -> Callable[..
 
 
 CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
-CHECKS |= {
+# By the sections that a check reads: the checks.
+CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ("run",): (_cache_is_a_place, partial(_home_is_written_out, "run.dir")),
     ("train",): (
         training_checks.gradients_have_exponents,

@@ -1,14 +1,13 @@
 """Mistakes between settings: what finds them, and the words that several rules share."""
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.files import schema
 
-# By the sections that a check reads: the checks. `checks` fills it.
 Check = Callable[..., Iterator[ConfigError]]
-CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {}
 
 
 def wrong(where: str, problem: str, found: object, fix: str) -> ConfigError:
@@ -23,7 +22,9 @@ def multiples(value: int, unit: int) -> str:
 
 def mistakes_of(sections: Mapping[str, Any]) -> Iterator[HolmesError]:
     """Yields the mistakes found by the checks that read only these sections."""
-    for names, checks in CHECKS.items():
+    # `checks` needs the sections, whose modules need this one: they are all there by now.
+    table = importlib.import_module("holmesjax.config.checks").CHECKS
+    for names, checks in table.items():
         if sections.keys() >= set(names):
             for check in checks:
                 yield from schema.findings(check, *(sections[name] for name in names))

@@ -178,7 +178,7 @@ def best_fit_decreasing(length_P: Sequence[int], capacity: int) -> list[list[int
     return rows
 
 
-def pieces(spans: Spans, length: int) -> Iterator[tuple[int, int]]:
+def cut_documents(spans: Spans, length: int) -> Iterator[tuple[int, int]]:
     """The pieces of all documents in the order of packing: place and length of each."""
     keys = round_keys(0)
     for low in range(0, len(spans), WINDOW):
@@ -207,7 +207,7 @@ def pack(spans: Spans, length: int, folder: Path) -> None:
         batch.clear()
 
     try:
-        for piece in pieces(spans, length):
+        for piece in cut_documents(spans, length):
             batch.append(piece)
             if len(batch) == WINDOW:
                 flush()

@@ -10,6 +10,7 @@ import numpy as np
 
 from holmesjax.config import BYTES, Config, DataConfig
 from holmesjax.data import corpus as corpora, packing, tokenizer_files
+from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.corpus import Corpus
 from holmesjax.data.packing import DocumentRange, Spans
 from holmesjax.data.sources import (
@@ -22,7 +23,6 @@ from holmesjax.data.sources import (
     need,
     too_small,
 )
-from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer
 
 BATCH_BYTES = 2**20  # of the texts that a library tokenizes at once: it keeps much for each token

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from holmesjax.data.tokenizer import BEGIN, MARK
+from holmesjax.data.byte_tokenizer import BEGIN, MARK
 from holmesjax.data.tokenizer_paths import CONFIG, RANKS, SIDECAR, TokenizerFiles, extra, read
 from holmesjax.errors import DataError
 

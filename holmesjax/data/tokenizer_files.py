@@ -21,9 +21,9 @@ from holmesjax.data import (
     tokenizer_marks,
     tokenizer_paths,
 )
+from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import DEFAULT, ChatTemplate, Message
-from holmesjax.data.pieces import Pieces
-from holmesjax.data.tokenizer import BEGIN
+from holmesjax.data.text_pieces import TextPieces
 from holmesjax.data.tokenizer_marks import Marks
 from holmesjax.data.tokenizer_paths import (
     CONFIG,
@@ -155,9 +155,9 @@ class FileTokenizer:
         text: str = self.inner.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def pieces(self, after: Sequence[int] = ()) -> Pieces:
+    def pieces(self, after: Sequence[int] = ()) -> TextPieces:
         """The text of tokens that follow others, as they come."""
-        return Pieces(self.decode, after)
+        return TextPieces(self.decode, after)
 
     def ids(self) -> dict[str, int | list[int] | None]:
         """The ids of marks that a config.json and a generation_config.json of its model have."""

@@ -5,7 +5,7 @@ also says what the member does, and what it waits for.
 
 The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
 from process to process (`tcp`). An end that hears nothing for the heartbeat timeout knows that the
-other is gone. A connection that is lost while both live is made anew (`seats`, `member_link`).
+other is gone. A connection that is lost while both live is made anew (`member_link`).
 """
 
 import queue
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
+from holmesjax.distributed.member_records import Seat
 from holmesjax.distributed.messages import (
     BEATS,
     PROTOCOL,
@@ -45,11 +46,10 @@ from holmesjax.distributed.messages import (
     Warned,
     decode_of_member,
 )
-from holmesjax.distributed.seats import Seat
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import computing
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.step_timeout import Progress, Work
+from holmesjax.runtime.step_timeout import Activity, Progress
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connection_loop import ConnectionLoop, LoopConnection, SilentError
@@ -195,7 +195,7 @@ class Controller:
     def position(self, process: int) -> tuple[int, int]:
         """Returns how far a member has come, for comparison: its step, and the work in it."""
         seat = self._seats[process]
-        return seat.step, get_args(Work).index(seat.work)
+        return seat.step, get_args(Activity).index(seat.work)
 
     def overdue(self) -> dict[int, float]:
         """Returns the seconds of silence of each connected member that has missed two heartbeats.

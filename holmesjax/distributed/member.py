@@ -39,7 +39,7 @@ from holmesjax.distributed.messages import (
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.liveness import hung_main_thread
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.transport.records import R, Record, decode
 
 CLOCKS = 16  # questions for the time that count
@@ -143,7 +143,7 @@ class Member:
         standing = dataclasses.replace(self._standing, status=self._status)
         self._link.send(encode_of_member(record, standing))
 
-    def begin(self, work: Work, step: int) -> None:
+    def begin(self, work: Activity, step: int) -> None:
         """Reports at once what this process begins."""
         with self._advancing:
             num_begun = self._standing.num_begun + 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
@@ -52,7 +52,7 @@ class Standing(Record):
 
     kind = "standing"
     status: str | None = None  # what it is doing or waiting for, in words
-    work: Work = "step"
+    work: Activity = "step"
     at_step: int = 0
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step

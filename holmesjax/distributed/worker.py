@@ -60,7 +60,7 @@ from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
 from holmesjax.runtime.pipeline import Pipeline, in_one_process
 from holmesjax.runtime.stage_crossings import crossings
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.timeline import Clock
 from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
@@ -367,7 +367,7 @@ class Worker:
     def _take_losses(self) -> dict[str, LinkLoss]:
         return self._tcp.take_losses() if self._tcp else {}
 
-    def _begins(self, work: Work, step: int) -> None:
+    def _begins(self, work: Activity, step: int) -> None:
         if work == "step":
             self._step = step
             self._waits_for("")

@@ -19,8 +19,8 @@ from holmesjax.hugging_face import (
     config_json_export,
     folder,
     json_file,
-    pieces,
     safetensors_file,
+    tensor_rows,
 )
 from holmesjax.hugging_face.config_json import CONFIG, ConfigJson, Json
 from holmesjax.hugging_face.safetensors_file import DTYPES
@@ -175,7 +175,7 @@ def _tensors(
         for place in own.values():
             boxes.setdefault(place.tensor, []).append(place)
         for tensor, together in boxes.items():
-            yield tensor, pieces.rows_of(together, values)
+            yield tensor, tensor_rows.rows_of(together, values)
         values.clear()  # before the next layer is read
 
 

@@ -20,13 +20,13 @@ from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face import (
     config_json_export,
     json_file,
-    pieces,
     safetensors_file,
+    tensor_rows,
 )
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places
-from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.model_layers import EMBED
 
 KEPT = "hugging_face"  # in a run folder: the files of a folder that are not its weights
@@ -70,7 +70,7 @@ class Weights:
         place = self.places[layer][parameter]
         if box is None:
             box = tuple((0, size) for size in place.parameter.shape)
-        return pieces.read(place, self.tensors[place.tensor], box)
+        return tensor_rows.read(place, self.tensors[place.tensor], box)
 
 
 def settings_of(folder: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _refuse_untied(folder: Path, name: str, found: Mapping[str, Tensor]) -> None
     if (table.shape, table.dtype) != (head.shape, head.dtype):
         problem = f"{list(head.shape)} {head.dtype}, not {list(table.shape)} {table.dtype}"
     else:
-        rows = max(1, pieces.MAX_BYTES * table.shape[0] // table.size)
+        rows = max(1, tensor_rows.MAX_BYTES * table.shape[0] // table.size)
         for at in range(0, table.shape[0], rows):
             end = min(at + rows, table.shape[0])
             one, two = (x.rows(at, end, slice(None)).view(np.uint8) for x in (table, head))

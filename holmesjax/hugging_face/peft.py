@@ -19,14 +19,14 @@ from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.hugging_face import (
     config_json_export,
     json_file,
-    pieces,
     safetensors_file,
+    tensor_rows,
 )
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.export import Layer, whole_folder
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, adapter_places
-from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.model_layers import block_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -76,7 +76,7 @@ def _rows(places: Mapping[str, list[Place]], layers: Iterable[Layer]) -> Iterato
         for place in places[layer]:
             tensors.setdefault(place.tensor, []).append(place)
         for together in tensors.values():
-            yield from pieces.rows_of(together, values)
+            yield from tensor_rows.rows_of(together, values)
         values.clear()  # before the next layer is read
 
 
@@ -269,7 +269,7 @@ class Adapters:
     def read(self, layer: str, parameter: str, box: Box) -> np.ndarray:
         """The elements in a box of a parameter, float32."""
         place = self.places[layer, parameter]
-        return pieces.read(place, self.tensors[PREFIX + place.tensor], box)
+        return tensor_rows.read(place, self.tensors[PREFIX + place.tensor], box)
 
 
 def open_adapters(folder: Path, model: ModelConfig) -> Adapters:

@@ -17,7 +17,7 @@ from typing import Any
 
 from holmesjax.config import Fp8Config, ModelConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layer_specs.kind import Constant, Kind, Numbers, Parameter
+from holmesjax.layer_specs.kind import Constant, Kind, Parameter, PerToken
 from holmesjax.topology.catalogue import FP8
 
 BLOCK = "holmesjax.models.transformer:block"  # the function that knows fp8
@@ -73,11 +73,11 @@ def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
     times = MOVED_TIMES[model.fp8.scaling]
     heads = model.num_heads * model.head_width
     inner = model.feed_forward_width if "down" in inputs else 0
-    moved = Numbers(
+    moved = PerToken(
         kind.moved.whole + times * 2 * model.width, kind.moved.cut + times * (heads + inner)
     )
     # The inputs of attention and of the feed-forward; others keep those of `out` and `down`.
-    kept = replace(kind.kept, codes=Numbers(2 * model.width))
+    kept = replace(kind.kept, codes=PerToken(2 * model.width))
     kind = replace(kind, moved=moved, kept=kept)
     if model.fp8.scaling == "current":
         return kind

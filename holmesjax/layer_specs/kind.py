@@ -167,14 +167,14 @@ class BatchArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class PerToken:
     """Numbers per token: `whole` on each device of `tensor`, and `cut`, which they share."""
 
     whole: int = 0
     cut: int = 0
 
 
-NONE = Numbers()
+NONE = PerToken()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,15 +186,15 @@ class Kept:
     kept but `activation`.
     """
 
-    input: Numbers = NONE
-    products: Numbers = NONE  # the results of products
-    between: Numbers = NONE  # what is computed between products
+    input: PerToken = NONE
+    products: PerToken = NONE  # the results of products
+    between: PerToken = NONE  # what is computed between products
     # Results of products of which only sums with others are read: `dots` alone keeps them.
-    summed: Numbers = NONE
+    summed: PerToken = NONE
     # The results of activation functions, which a backward computes again from their operands.
-    activation: Numbers = NONE
+    activation: PerToken = NONE
     # Of all these, what is kept as codes of fp8, a byte each, where nothing is computed again.
-    codes: Numbers = NONE
+    codes: PerToken = NONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,9 +221,9 @@ class Kind:
     products: tuple[WeightProduct, ...] = ()  # of a forward
     mixes: tuple[ActivationProduct, ...] = ()  # of a forward, besides attention's
     attention: Attention | None = None
-    moved: Numbers = NONE  # by a forward between its products: read or written
+    moved: PerToken = NONE  # by a forward between its products: read or written
     kept: Kept = Kept()
-    needed: Numbers = NONE  # by a backward besides what is kept: its temporaries
+    needed: PerToken = NONE  # by a backward besides what is kept: its temporaries
     collectives: tuple[LayerCollective, ...] = ()
     logits: int = 0  # for each token, of which the loss is computed
     # Sums over tokens that the layer returns besides: losses, with their weight in the step's loss,

@@ -20,8 +20,8 @@ from holmesjax.layer_specs.kind import (
     Constant,
     Kind,
     LayerCollective,
-    Numbers,
     Parameter,
+    PerToken,
     Uniform,
     WeightProduct,
 )
@@ -129,7 +129,7 @@ def _with_adapter(kind: Kind, weights: list[Parameter], rank: int, is_read: bool
     (into, depth), (_, columns) = parts[0][0], zip(*(out for _, out in parts), strict=True)
     cut = "depth" if _is_cut(into) else "columns"
     numbers = sum(columns)
-    out = Numbers(numbers) if cut == "depth" else Numbers(0, numbers)
+    out = PerToken(numbers) if cut == "depth" else PerToken(0, numbers)
     a = WeightProduct(depth, rank, "depth" if cut == "depth" else "none")
     b = WeightProduct(rank, numbers, "columns" if cut == "columns" else "none")
     sums = LayerCollective(
@@ -140,14 +140,14 @@ def _with_adapter(kind: Kind, weights: list[Parameter], rank: int, is_read: bool
     )
     kept = replace(
         kind.kept,
-        products=_sum(kind.kept.products, Numbers(rank)),
+        products=_sum(kind.kept.products, PerToken(rank)),
         summed=_sum(kind.kept.summed, out) if is_read else kind.kept.summed,
     )
     return replace(
         kind,
         parameters=(*kind.parameters, *_parameters(weights, rank)),
         products=(*kind.products, a, b),
-        moved=_sum(kind.moved, Numbers(3 * out.whole + 2 * rank, 3 * out.cut)),
+        moved=_sum(kind.moved, PerToken(3 * out.whole + 2 * rank, 3 * out.cut)),
         kept=kept,
         collectives=(*kind.collectives, sums),
     )
@@ -160,10 +160,10 @@ def _with_dropout(kind: Kind, weight: Parameter) -> Kind:
     which a byte for each number is kept: half a number of bfloat16.
     """
     (into, depth), _ = _parts(weight)
-    own = Numbers(0, depth) if _is_cut(into) else Numbers(depth)
-    moved, kept = Numbers(2 * own.whole, 2 * own.cut), kind.kept
+    own = PerToken(0, depth) if _is_cut(into) else PerToken(depth)
+    moved, kept = PerToken(2 * own.whole, 2 * own.cut), kind.kept
     if weight.name.startswith("down"):
-        kept = replace(kept, between=_sum(kept.between, Numbers(0, depth // 2)))
+        kept = replace(kept, between=_sum(kept.between, PerToken(0, depth // 2)))
     return replace(kind, draws=True, moved=_sum(kind.moved, moved), kept=kept)
 
 
@@ -207,5 +207,5 @@ def _is_cut(dims: str) -> bool:
     return any(dim in TENSOR_DIMS for dim in dims)
 
 
-def _sum(a: Numbers, b: Numbers) -> Numbers:
-    return Numbers(a.whole + b.whole, a.cut + b.cut)
+def _sum(a: PerToken, b: PerToken) -> PerToken:
+    return PerToken(a.whole + b.whole, a.cut + b.cut)

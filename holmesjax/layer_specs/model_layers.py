@@ -19,15 +19,15 @@ EMBED, HEAD = "embed", "head"  # the first and the last layer of every model
 
 # A kind may also be named as "module:function": a function that returns the kind for a model.
 KINDS: dict[str, Callable[[ModelConfig], Kind]] = {
-    "embed": transformer.embed,
-    "block": transformer.block,
+    "embed": transformer.embed_spec,
+    "block": transformer.block_spec,
     "window_block": transformer.window_block,
-    "head": transformer.head,
+    "head": transformer.head_spec,
 }
 
 
 # The function that gives the kinds of a model of `model.module`. It traces them, so it needs JAX.
-OWN_KINDS = "holmesjax.models.own_kinds:kinds"
+OWN_KINDS = "holmesjax.models.own_kinds:kinds_by_layer"
 
 _CACHES: list[Any] = []
 
@@ -85,7 +85,7 @@ def layers(model: ModelConfig) -> dict[str, Kind]:
 
 def _all_layers(model: ModelConfig) -> dict[str, Kind]:
     if model.module is not None:
-        own: dict[str, Kind] = load(OWN_KINDS)(model)
+        own: dict[str, Kind] = import_object(OWN_KINDS)(model)
         return own
     kinds = {
         name: (KINDS.get(name) or _named(name))(model) for name in (EMBED, *model.pattern, HEAD)
@@ -116,7 +116,7 @@ def auxiliary_names(model: ModelConfig) -> tuple[str, ...]:
 def _named(name: str) -> Callable[[ModelConfig], Kind]:
     """The function that "module:function" names."""
     try:
-        make: Callable[[ModelConfig], Kind] = load(name)
+        make: Callable[[ModelConfig], Kind] = import_object(name)
     except (ImportError, AttributeError, ValueError) as error:
         problem = "names no kind of layer"
         raise ConfigError(
@@ -125,7 +125,7 @@ def _named(name: str) -> Callable[[ModelConfig], Kind]:
     return make
 
 
-def load(name: str) -> Any:
+def import_object(name: str) -> Any:
     """Imports the object that "module:name" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -14,8 +14,8 @@ from holmesjax.layer_specs.kind import (
     Kind,
     LayerCollective,
     Normal,
-    Numbers,
     Parameter,
+    PerToken,
     WeightProduct,
 )
 
@@ -24,7 +24,7 @@ from holmesjax.layer_specs.kind import (
 INIT_STD = 0.02
 
 
-def embed(model: ModelConfig) -> Kind:
+def embed_spec(model: ModelConfig) -> Kind:
     """The embedding: a vector for each token, and for each position where those are learned."""
     d, initial = model.width, Normal(INIT_STD)
     parameters = [
@@ -42,7 +42,7 @@ def embed(model: ModelConfig) -> Kind:
     )
 
 
-def block(model: ModelConfig) -> Kind:
+def block_spec(model: ModelConfig) -> Kind:
     """Attention, then a feed-forward, each with its norms and added to the residual stream.
 
     Each statement counts `tensor`'s whole numbers first. A forward moves the input of each norm,
@@ -77,31 +77,31 @@ def block(model: ModelConfig) -> Kind:
             scale=model.attention_scale,
             soft_cap=model.attention_soft_cap,
         ),
-        moved=Numbers(
+        moved=PerToken(
             6 * d * (1 + before + after), 4 * (heads + keys) + (gates + 1) * f + 3 * normed
         ),
         # A norm behind a product into the residual stream reads the product's result. Without such
         # a norm the stream after attention stands for the result of attention's output projection.
         kept=Kept(
-            input=Numbers(d),
-            products=Numbers(2 * d if after else d, heads + 2 * keys + gates * f),
-            between=Numbers(d * (2 * before + after), normed),
-            activation=Numbers(0, f),
+            input=PerToken(d),
+            products=PerToken(2 * d if after else d, heads + 2 * keys + gates * f),
+            between=PerToken(d * (2 * before + after), normed),
+            activation=PerToken(0, f),
         ),
-        needed=Numbers(4 * d, (gates + 1) * f),
+        needed=PerToken(4 * d, (gates + 1) * f),
         collectives=(_all_reduces(model, forward=2, backward=2), *_qk_all_reduces(model)),
     )
 
 
 def window_block(model: ModelConfig) -> Kind:
     """A block whose queries see the last `model.window` keys."""
-    whole = block(model)
+    whole = block_spec(model)
     assert whole.attention is not None, "a block has attention"
     attention = replace(whole.attention, window=model.window)
     return replace(whole, name="window_block", attention=attention)
 
 
-def head(model: ModelConfig) -> Kind:
+def head_spec(model: ModelConfig) -> Kind:
     """The last norm, the output projection and the loss. A tied one reads the token table."""
     d, v = model.width, model.vocab_size
     output = Parameter(name="output_DV", shape=(d, v), initial=Normal(INIT_STD), decays=True)
@@ -119,7 +119,7 @@ def head(model: ModelConfig) -> Kind:
                 weights=("embed/token_VD" if model.tied_embeddings else "output_DV",),
             ),
         ),
-        kept=Kept(input=Numbers(d), between=Numbers(d)),
+        kept=Kept(input=PerToken(d), between=PerToken(d)),
         collectives=(_all_reduces(model, backward=1),),
         logits=v,
         metrics=("z_loss",) if model.z_loss_multiplier else (),

@@ -17,9 +17,9 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layer_specs.boxes import Box, shape_of
+from holmesjax.layer_specs.array_boxes import Box, shape_of
 from holmesjax.layer_specs.kind import Constant, Drawn, Kind, Parameter
-from holmesjax.layer_specs.model_layers import cached, layers, load
+from holmesjax.layer_specs.model_layers import cached, import_object, layers
 from holmesjax.models import initial_values, ops
 from holmesjax.models.key_cache import Cache
 
@@ -96,7 +96,7 @@ Function = Callable[[Params, jax.Array | None, Context], tuple[jax.Array, Auxili
 @functools.cache
 def function_of(kind: Kind) -> Function:
     """The function that computes layers of a kind; only x and losses have gradients."""
-    function: Function = load(kind.function)
+    function: Function = import_object(kind.function)
 
     def run(params: Params, x: jax.Array | None, context: Context) -> tuple[jax.Array, Auxiliary]:
         x, auxiliary = function(params, x, context)

@@ -31,7 +31,7 @@ from holmesjax.layer_specs.kind import (
     ActivationProduct,
     Kept,
     LayerCollective,
-    Numbers,
+    PerToken,
     Use,
     WeightProduct,
 )
@@ -53,9 +53,9 @@ class Traced:
     uses: tuple[Use, ...]  # of each parameter, in the order of the tree
     products: tuple[WeightProduct, ...]
     mixes: tuple[ActivationProduct, ...]
-    moved: Numbers
+    moved: PerToken
     kept: Kept
-    needed: Numbers
+    needed: PerToken
     collectives: tuple[LayerCollective, ...]
 
 
@@ -327,18 +327,18 @@ def trace(
         *(own.weights for own in _residuals(*found["none"][1:]) if own.weights)
     )
     kept = {policy: [per_token(n) for n in numbers] for policy, numbers in held.items()}
-    less = lambda a, b: Numbers(*(x - y for x, y in zip(kept[a], kept[b], strict=True)))
+    less = lambda a, b: PerToken(*(x - y for x, y in zip(kept[a], kept[b], strict=True)))
     if is_middle:
         stated = Kept(
-            input=Numbers(*kept["full"]),
+            input=PerToken(*kept["full"]),
             products=less("dots", "full"),
             between=less("none", "dots"),
         )
     else:
-        stated = Kept(input=Numbers(*kept["none"]))
+        stated = Kept(input=PerToken(*kept["none"]))
     most = per_token(_most_held(run, params, inputs))
     share = held["none"][1] / max(sum(held["none"]), 1.0)
-    moved = Numbers(*(per_token(forward.moved[is_cut]) for is_cut in (False, True)))
+    moved = PerToken(*(per_token(forward.moved[is_cut]) for is_cut in (False, True)))
     return Traced(
         uses=tuple(_use(forward.uses.get(i, set()), i in of_weights) for i in range(len(weights))),
         products=tuple(
@@ -351,7 +351,7 @@ def trace(
         ),
         moved=moved,
         kept=stated,
-        needed=Numbers(round(most * (1 - share)), round(most * share)),
+        needed=PerToken(round(most * (1 - share)), round(most * share)),
         collectives=_collectives(forward, per_token),
     )
 

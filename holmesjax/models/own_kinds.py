@@ -27,7 +27,7 @@ LETTERS = {None: WHOLE, "fsdp": PARTS_DIM, "tensor": "F"}  # of the mesh axes th
 
 
 @cached(64)
-def kinds(model: ModelConfig) -> dict[str, Kind]:
+def kinds_by_layer(model: ModelConfig) -> dict[str, Kind]:
     """The kinds of the layers by their names, traced. Equal layers share one kind.
 
     Raises:
@@ -50,7 +50,7 @@ def kinds(model: ModelConfig) -> dict[str, Kind]:
 @cached(256)
 def _layer_of(model: ModelConfig, kind: Kind) -> Layer:
     """The layer of a kind, the first of those that share it."""
-    name = next(name for name, own in kinds(model).items() if own.name == kind.name)
+    name = next(name for name, own in kinds_by_layer(model).items() if own.name == kind.name)
     return layers_of(model)[name]
 
 
@@ -361,8 +361,8 @@ def draw(model: ModelConfig, layer: str, seed: int, shardings: Params) -> Params
     Each device draws its own part, by `jax.random` as `init` does; of parameters that `shardings`
     has alone.
     """
-    own, kind = layers_of(model)[layer], kinds(model)[layer]
-    before = kinds(model)[EMBED].boundary
+    own, kind = layers_of(model)[layer], kinds_by_layer(model)[layer]
+    before = kinds_by_layer(model)[EMBED].boundary
     arrays = [jnp.zeros((SEQUENCES, *array.shape), array.dtype) for array in kind.reads or ()]
     is_first = kind.place == "first"
     inputs = [*([] if is_first else [jnp.zeros((SEQUENCES, *before))]), *arrays]

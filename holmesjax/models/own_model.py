@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.layer_specs.kind import BatchArray
-from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, cached, load
+from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, cached, import_object
 from holmesjax.models.layer import Params
 
 WHERE = "model.module"
@@ -168,7 +168,7 @@ def name_of(model: Callable[..., Any]) -> str:
     module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", "")
     text = f"{module}:{name}"
     try:
-        if load(text) is model:
+        if import_object(text) is model:
             return text
     except (ImportError, AttributeError, ValueError):
         pass
@@ -223,7 +223,7 @@ def layers_of(model: ModelConfig) -> dict[str, Layer]:
 
 def _named(name: str) -> Callable[[ModelConfig], Sequence[Layer]]:
     try:
-        make: Callable[[ModelConfig], Sequence[Layer]] = load(name)
+        make: Callable[[ModelConfig], Sequence[Layer]] = import_object(name)
     except (ImportError, AttributeError, ValueError) as error:
         fix = "write module:function, of a module that each process of the run can import: "
         fix += "install it, or start in its folder"

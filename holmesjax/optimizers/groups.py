@@ -4,11 +4,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from holmesjax.config import Config, OptimizerConfig
-from holmesjax.errors import ConfigError
-from holmesjax.files import schema
+from holmesjax.config import OptimizerConfig
 from holmesjax.layer_specs.kind import Parameter
-from holmesjax.layer_specs.model_layers import layers
 
 
 class OwnSettings(NamedTuple):
@@ -36,27 +33,3 @@ def own_settings(config: OptimizerConfig, path: Sequence[Any], parameter: Parame
                 decay if own_decay is None else own_decay,
             )
     return OwnSettings(1.0, decay)
-
-
-def refuse_useless(config: Config) -> None:
-    """Raises ConfigError for a group that no parameter of the model is in."""
-    if not config.optimizer.groups:
-        return
-    names = [
-        f"{layer}/{parameter.name}"
-        for layer, kind in layers(config.model).items()
-        for parameter in kind.parameters
-        if parameter.trains
-    ]
-    free = dict.fromkeys(names)
-    for number, group in enumerate(config.optimizer.groups):
-        fits = [name for name in names if fnmatchcase(name, group.pattern)]
-        problem, fix = "fits no parameter that trains", schema.near(group.pattern, names[:20])
-        if fits and not any(name in free for name in fits):
-            problem = "has no parameter: groups before it take all that it fits"
-            fix = "put it before them, or leave it out"
-        if not any(name in free for name in fits):
-            where = f"optimizer.groups[{number}].pattern"
-            raise ConfigError(where, problem, found=group.pattern, fix=fix)
-        for name in fits:
-            free.pop(name, None)

@@ -210,7 +210,7 @@ class ScheduleKind(NamedTuple):
         return least_s, Around(before_s, after_s, update_s)
 
 
-def kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
+def schedule_kinds(problem: Problem, settings: StepSettings) -> Iterator[ScheduleKind]:
     """Yields the kinds of schedules that the config allows, with the fewest chunks first."""
     parallel = problem.config.parallel
     found = {

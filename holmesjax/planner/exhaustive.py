@@ -20,8 +20,8 @@ from holmesjax.planner.candidates import (
     ScheduleKind,
     Work,
     every_depth,
-    kinds,
     orders_of,
+    schedule_kinds,
 )
 from holmesjax.planner.layer_ranges import Counts, split_chunks
 from holmesjax.planner.problem import Assignment, Segment, StageSlot
@@ -91,7 +91,7 @@ class ExhaustiveSearch:
         that was all that had to be tried.
         """
         is_all = True
-        for kind in kinds(self._problem, settings):
+        for kind in schedule_kinds(self._problem, settings):
             if kind.is_plain != is_first:
                 continue
             waiting: dict[int, list[Assignment]] = {}

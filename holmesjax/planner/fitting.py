@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from holmesjax.planner import shortlist
-from holmesjax.planner.candidates import ScheduleKind, kinds
+from holmesjax.planner.candidates import ScheduleKind, schedule_kinds
 from holmesjax.planner.problem import Problem, Segment
 from holmesjax.planner.stage_layouts import InFlight, MeshShape, Role, StepSettings, meshes
 
@@ -44,7 +44,7 @@ def fitting(problem: Problem, settings: StepSettings) -> Iterator[tuple[Segment,
 
     They are for the kind of schedule that holds least of those that the config allows.
     """
-    kind = next(kinds(problem, settings), None)
+    kind = next(schedule_kinds(problem, settings), None)
     if kind is None:
         return
     numbers = shortlist.numbers_of_stages(problem.config, settings)

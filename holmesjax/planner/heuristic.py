@@ -13,7 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from holmesjax.planner import shortlist
-from holmesjax.planner.candidates import in_order, kinds, near_depths, orders_of, with_moves
+from holmesjax.planner.candidates import (
+    in_order,
+    near_depths,
+    orders_of,
+    schedule_kinds,
+    with_moves,
+)
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.layer_split import split
 from holmesjax.planner.problem import Assignment, Segment
@@ -252,7 +258,7 @@ class HeuristicSearch:
         """The schedules for an assignment; first eager 1F1B if allowed, which is seldom slow."""
         orders = dict.fromkeys(
             order
-            for kind in kinds(self._problem, settings)
+            for kind in schedule_kinds(self._problem, settings)
             for order in orders_of(self._problem, assignment, settings, kind)
         )
         return sorted(orders, key=lambda order: not order.chooses_in_flight)

@@ -2,15 +2,18 @@
 
 import math
 from collections import Counter
+from fnmatch import fnmatchcase
 
 from holmesjax.config import Config, PlanConfig
 from holmesjax.costs import work
 from holmesjax.costs.optimizer_state import kept_bytes
 from holmesjax.costs.parameters import stage_parameters
 from holmesjax.costs.stage_shape import DTYPE_BYTES
-from holmesjax.errors import PlanError
+from holmesjax.errors import ConfigError, PlanError
+from holmesjax.files import schema
 from holmesjax.layer_specs.distinct_kinds import block_counts
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, divisors, most_parts
@@ -267,3 +270,27 @@ def refuse_large_meshes(config: Config, topology: Topology) -> None:
         found=f"{num_stages} stages",
         fix=f"set parallel.stages to {sum(room.values())} or less, or use smaller {names}",
     )
+
+
+def refuse_empty_groups(config: Config) -> None:
+    """Raises ConfigError for a group that no parameter of the model is in."""
+    if not config.optimizer.groups:
+        return
+    names = [
+        f"{layer}/{parameter.name}"
+        for layer, kind in layers(config.model).items()
+        for parameter in kind.parameters
+        if parameter.trains
+    ]
+    free = dict.fromkeys(names)
+    for number, group in enumerate(config.optimizer.groups):
+        fits = [name for name in names if fnmatchcase(name, group.pattern)]
+        problem, fix = "fits no parameter that trains", schema.near(group.pattern, names[:20])
+        if fits and not any(name in free for name in fits):
+            problem = "has no parameter: groups before it take all that it fits"
+            fix = "put it before them, or leave it out"
+        if not any(name in free for name in fits):
+            where = f"optimizer.groups[{number}].pattern"
+            raise ConfigError(where, problem, found=group.pattern, fix=fix)
+        for name in fits:
+            free.pop(name, None)

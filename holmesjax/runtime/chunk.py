@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import KernelsConfig, ModelConfig
 from holmesjax.layer_specs.kind import BatchArray, Kind, Parameter
-from holmesjax.layer_specs.model_layers import EMBED, auxiliary_names, layers, load
+from holmesjax.layer_specs.model_layers import EMBED, auxiliary_names, import_object, layers
 from holmesjax.models import ops
 from holmesjax.models.layer import (
     merged,
@@ -260,7 +260,7 @@ class Chunk:
             if function := layers(self.model)[layer].draw:
                 own = merged(shapes.params[layer], shapes.fixed.get(layer, {}))
                 where = jax.tree.map(lambda x: x.sharding, own)
-                values_here = load(function)(self.model, layer, seed, where)
+                values_here = import_object(function)(self.model, layer, seed, where)
                 kept = jax.tree.map(lambda x, like: x.astype(like.dtype), values_here, own)
                 jax.block_until_ready(kept)
                 params[layer], frozen = split_by(self.statements[layer], kept)

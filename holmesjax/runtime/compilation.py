@@ -148,13 +148,13 @@ def compile_chunk(chunk: Chunk, compiler: Compiler) -> Programs:
     elif not last_reduces(chunk):
         found[ProgramKey("reduce", True)] = submit(chunk.reduce, gradients, out=reduced)
     found[ProgramKey("zero_gradients", False)] = submit(chunk.zero_gradients, out=gradients)
-    totals, square_norm = totals_shape(chunk), partial(end_of_step.square_norm, chunk)
+    totals, chunk_totals = totals_shape(chunk), partial(end_of_step.chunk_totals, chunk)
     values = {name: (x,) * chunk.plan.microbatches for name, x in values_shapes(chunk).items()}
     by_name, sums = auxiliary(chunk, values), sums_of_layers(chunk, values)
     watched = scalar if chunk.remembers else None, state.recent
     measured = state.params if chunk.has_statistics else None
     counted = reduced, by_name, scalar if by_name else None, *watched, measured
-    found[ProgramKey("square_norm", False)] = submit(square_norm, *counted, out=totals)
+    found[ProgramKey("chunk_totals", False)] = submit(chunk_totals, *counted, out=totals)
     args, out = (state, reduced, totals, sums), (state, scalar)
     found[ProgramKey("update", False)] = submit(update, *args, out=out, donate=(0,))
     if chunk.is_last:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from holmesjax.layer_specs.model_layers import load
+from holmesjax.layer_specs.model_layers import import_object
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import State, rounding_seed
@@ -50,7 +50,7 @@ def sums_of_layers(chunk: Chunk, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in chunk.shared_names}
 
 
-def square_norm(
+def chunk_totals(
     chunk: Chunk,
     gradients: Tree,
     values_MR: Mapping[str, Sums],
@@ -193,7 +193,7 @@ def _changed(chunk: Chunk, fixed: Tree, sums_MR: Mapping[str, Sums], applies: ja
             name: JOIN[parameter.joined](jnp.stack(sums_MR[f"{layer}/{name}"]), (0, 1))
             for name, parameter in own.items()
         }
-        for name, value in load(kind.change)(old, joined).items():
+        for name, value in import_object(kind.change)(old, joined).items():
             kept = jnp.where(applies, value, old[name])
             new[layer] = _replaced(new[layer], own[name].path, kept)
     return new
@@ -241,7 +241,7 @@ def step(
     loss = total_loss(losses_MR, weight)
     by_name = auxiliary(chunk, values_MR)
     measured = state.params if chunk.has_statistics else None
-    totals = square_norm(chunk, gradients, by_name, weight, loss, state.recent, measured)
+    totals = chunk_totals(chunk, gradients, by_name, weight, loss, state.recent, measured)
     sums_MR = sums_of_layers(chunk, values_MR)
     # Products in fp8 give every gradient as its parameter lies.
     told = {"after_products": chunk.model.fp8 is None}

@@ -36,7 +36,7 @@ class Programs:
         weight_gradient            gradients, kept, passed -> gradients, a zero
         weight_gradient   sends    the same -> reduced gradients, a zero
         reduce            sends    gradients -> reduced gradients
-        square_norm                reduced gradients, values of all microbatches, weight, loss and
+        chunk_totals               reduced gradients, values of all microbatches, weight, loss and
                                        recent steps, where the chunk remembers them, params, where
                                        there are statistics -> totals
         update                     state, reduced gradients, totals, sums -> state, metrics

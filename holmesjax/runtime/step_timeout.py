@@ -15,7 +15,7 @@ from holmesjax.config import DistributedConfig
 
 # The phase of a process. Steps have a pace, validation reports each batch, and a checkpoint takes
 # as long as the disks take.
-Work = Literal["step", "validation", "checkpoint"]
+Activity = Literal["step", "validation", "checkpoint"]
 
 FACTOR = 10.0  # of the median step, until one is late
 LEAST_S = 60.0  # that a step may take, where nobody has set how long
@@ -48,7 +48,7 @@ class Progress:
     def _note(self) -> None:
         self._noted_s, self._num_noted = self._clock(), self._num_noted + 1
 
-    def begin(self, work: Work, step: int, process: int = 0) -> None:
+    def begin(self, work: Activity, step: int, process: int = 0) -> None:
         """A process begins a step, or a batch of validation or the checkpoint after it.
 
         The first process that begins a step begins it for all.

@@ -97,7 +97,7 @@ def options_of(args: argparse.Namespace) -> LauncherOptions:
     return LauncherOptions(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
-def refuse_useless(options: Mapping[str, object], reads: Collection[str]) -> None:
+def refuse_useless_options(options: Mapping[str, object], reads: Collection[str]) -> None:
     """Raises ConfigError for an option that is given and is not among those that are read.
 
     Args:
@@ -124,5 +124,5 @@ def make(kind: LauncherKind, topology: "Topology", args: argparse.Namespace) -> 
     Raises:
       ConfigError, Mistakes: an option is wrong, or means nothing to the launcher.
     """
-    refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, kind.reads)
+    refuse_useless_options({"--hosts": args.hosts, "--listen": args.listen}, kind.reads)
     return kind.for_nodes(topology, options_of(args))

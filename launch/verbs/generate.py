@@ -93,7 +93,7 @@ def _refuse_wrong(args: argparse.Namespace, prompts: list[str]) -> None:
         found, fix = " ".join(several), "leave all but one out"
         raise ConfigError(" and ".join(several), problem, found=found, fix=fix)
     reads = LAUNCHERS[args.launcher].reads if args.launcher else ()
-    table.refuse_useless({"--hosts": args.hosts, "--listen": args.listen}, reads)
+    table.refuse_useless_options({"--hosts": args.hosts, "--listen": args.listen}, reads)
 
 
 def _warn(text: str) -> None:

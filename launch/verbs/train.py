@@ -45,7 +45,7 @@ def run(
 
 def _refuse_useless_options(args: argparse.Namespace, reads: Collection[str]) -> None:
     options = {name: getattr(args, name.removeprefix("--").replace("-", "_")) for name in OPTIONS}
-    table.refuse_useless(options, reads)
+    table.refuse_useless_options(options, reads)
     if args.max_restarts is not None and args.max_restarts < 0:
         fix, found = "use 0 or more", args.max_restarts
         raise ConfigError("--max-restarts", "must be 0 or more", found=found, fix=fix)

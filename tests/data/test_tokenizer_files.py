@@ -25,7 +25,7 @@ from holmesjax.data import (
     tokenizer_paths,
     tokenizer_training,
 )
-from holmesjax.data.tokenizer import ByteTokenizer
+from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
 from launch.__main__ import main
 from tests.data.trained_tokenizers import TEXTS, write_bpe, write_corpus

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from holmesjax.config import RotaryScalingConfig
-from holmesjax.data.tokenizer import ByteTokenizer
+from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.generation.decoder import Decoder, on_devices
 from holmesjax.generation.sampler import Sampler
 from holmesjax.generation.sampling import Sampling

@@ -11,7 +11,7 @@ import pytest
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, restoring
 from holmesjax.data import tokenizer_files
-from holmesjax.data.tokenizer import BEGIN, ByteTokenizer
+from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.generation import decoder
 from holmesjax.generation.sampler import Sampler

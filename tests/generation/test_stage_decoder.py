@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from holmesjax.data.tokenizer import ByteTokenizer
+from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.generation.decoder import ModelPart, built_params, on_devices
 from holmesjax.generation.sampler import Sampler, cache_length
 from holmesjax.generation.sampling import Sampling

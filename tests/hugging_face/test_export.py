@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from holmesjax.errors import CheckpointError, ConfigError
-from holmesjax.hugging_face import export, folder, pieces
+from holmesjax.hugging_face import export, folder, tensor_rows
 from holmesjax.hugging_face.safetensors_file import DTYPES, write
 from launch.__main__ import main
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
@@ -31,7 +31,7 @@ def load(where: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_import_and_an_export_give_back_all_bits(family: str, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "MAX_BYTES", 700)  # many pieces, of a few rows each
+    monkeypatch.setattr(tensor_rows, "MAX_BYTES", 700)  # many pieces, of a few rows each
     model = model_of(family)
     for dtype, name in (("F32", "float32"), ("BF16", "bfloat16")):
         source, out = tmp_path / f"in_{dtype}", tmp_path / f"out_{dtype}"

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from holmesjax.errors import CheckpointError, HolmesError
-from holmesjax.hugging_face import folder, pieces, safetensors_file
+from holmesjax.hugging_face import folder, safetensors_file, tensor_rows
 from holmesjax.hugging_face.tensors import places
 from tests.cases import cases
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
@@ -31,7 +31,7 @@ def write_folder(where: Path, family: str, tensors: dict[str, np.ndarray] | None
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_any_box_of_a_parameter_is_read(family: str, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "MAX_BYTES", 700)  # many pieces, of a few rows each
+    monkeypatch.setattr(tensor_rows, "MAX_BYTES", 700)  # many pieces, of a few rows each
     model = model_of(family)
     tensors = tensors_of(family, model, "BF16")
     weights = folder.open_weights(write_folder(tmp_path, family, tensors), model)
@@ -70,7 +70,7 @@ def test_a_part_of_heads_or_of_a_width_is_read_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_numbers_that_are_not_finite_are_refused_where_they_are_read(dtype, tmp_path, monkeypatch):
     """A box without them is read."""
-    monkeypatch.setattr(pieces, "MAX_BYTES", 700)
+    monkeypatch.setattr(tensor_rows, "MAX_BYTES", 700)
     tensors = tensors_of("llama", model_of("llama"), dtype)
     tensors[Q][32, 9], tensors[Q][63, 0] = np.nan, -np.inf
     weights = folder.open_weights(write_folder(tmp_path, "llama", tensors), model_of("llama"))

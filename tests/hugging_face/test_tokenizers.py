@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from holmesjax.config import DataConfig, ModelConfig
 from holmesjax.data import chat, tokenizer_files
-from holmesjax.data.tokenizer import ByteTokenizer
+from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.hugging_face import export, folder
 from launch.__main__ import main

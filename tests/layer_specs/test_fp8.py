@@ -14,7 +14,7 @@ from holmesjax.config import Fp8Config, OptimizerConfig
 from holmesjax.costs.products import layer_products, train_flop
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.distinct_kinds import kinds
-from holmesjax.layer_specs.kind import Numbers
+from holmesjax.layer_specs.kind import PerToken
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params, merged
@@ -213,7 +213,7 @@ def test_costs_know_fp8():
     assert {own.dtype for own in layer_products(block, 8)} == {"float8"}
     assert {own.dtype for own in layer_products(kinds(MODEL).head, 8)} == {""}
     assert train_flop(MODEL, 8) == train_flop(plain, 8)
-    assert block.kept == dataclasses.replace(before.kept, codes=Numbers(2 * MODEL.width))
+    assert block.kept == dataclasses.replace(before.kept, codes=PerToken(2 * MODEL.width))
     assert block.size() - before.size() == 4 * HISTORY
 
 

@@ -8,13 +8,13 @@ from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.layer_specs.transformer import block
+from holmesjax.layer_specs.transformer import block_spec
 
 MODEL = ModelConfig(num_layers=5, width=8, num_heads=2, context_length=4)
 
 
 def wide_block(model: ModelConfig) -> Kind:
-    return dataclasses.replace(block(model), name="wide_block")
+    return dataclasses.replace(block_spec(model), name="wide_block")
 
 
 def test_kinds_repeat_in_turns_and_names_count_layers():

@@ -21,8 +21,8 @@ from holmesjax.layer_specs.kind import (
     Kind,
     LayerCollective,
     Normal,
-    Numbers,
     Parameter,
+    PerToken,
     WeightProduct,
 )
 from holmesjax.models import ops
@@ -59,11 +59,14 @@ def sparse(model, share=1 / EXPERTS):
             WeightProduct(d, f, "columns", times=EXPERTS, weight="up_EDF"),
             WeightProduct(f, d, "depth", times=EXPERTS, weight="down_EFD"),
         ),
-        moved=Numbers(6 * d, 2 * f),
+        moved=PerToken(6 * d, 2 * f),
         kept=Kept(
-            input=Numbers(d), products=Numbers(0, f), between=Numbers(d), activation=Numbers(0, f)
+            input=PerToken(d),
+            products=PerToken(0, f),
+            between=PerToken(d),
+            activation=PerToken(0, f),
         ),
-        needed=Numbers(2 * d, 2 * f),
+        needed=PerToken(2 * d, 2 * f),
         collectives=(LayerCollective(axis="tensor", numbers=d, forward=1, backward=1),),
     )
 

@@ -25,8 +25,8 @@ from holmesjax.layer_specs.kind import (
     Kind,
     LayerCollective,
     Normal,
-    Numbers,
     Parameter,
+    PerToken,
     WeightProduct,
 )
 from holmesjax.layer_specs.model_layers import layers
@@ -67,9 +67,9 @@ def toy(model):
             ),
         ),
         products=(WeightProduct(d, f, "columns"), WeightProduct(f, d, "depth")),
-        moved=Numbers(2 * d, 3 * f),
-        kept=Kept(input=Numbers(d), products=Numbers(0, f), between=Numbers(0, f)),
-        needed=Numbers(d, 2 * f),
+        moved=PerToken(2 * d, 3 * f),
+        kept=Kept(input=PerToken(d), products=PerToken(0, f), between=PerToken(0, f)),
+        needed=PerToken(d, 2 * f),
         collectives=(LayerCollective(axis="tensor", numbers=d, forward=1, backward=1),),
         losses=(("size", WEIGHT),),
         metrics=("largest",),

@@ -12,7 +12,7 @@ import pytest
 from holmesjax.config import ModelConfig
 from holmesjax.costs import memory, work
 from holmesjax.costs.products import layer_forward_flop, layer_products, layer_weight_flop
-from holmesjax.layer_specs.kind import ActivationProduct, LayerCollective, Numbers, WeightProduct
+from holmesjax.layer_specs.kind import ActivationProduct, LayerCollective, PerToken, WeightProduct
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layers
 from holmesjax.models import layer_tracing
 from holmesjax.models.layer import apply, tree_of
@@ -145,7 +145,7 @@ def test_a_product_that_mixes_tokens():
         WeightProduct(C, LENGTH, "depth", D / LENGTH),
     }
     assert found.mixes == ()
-    assert found.kept.input == Numbers(D)
+    assert found.kept.input == PerToken(D)
     # The second product needs the result of the first, C D numbers of a sequence.
     assert found.kept.products.cut == round(C * D / LENGTH)
     assert {(own.numbers, own.forward, own.backward) for own in found.collectives} == {(D, 1, 1)}

@@ -135,7 +135,7 @@ def test_no_program_is_called_first_beside_another(device, tmp_path, monkeypatch
     changes = {"train.steps": 4, "train.eval_every": 2, "train.eval_batches": 1}
     trainer = Trainer(path, changes, stream=io.StringIO())
     trainer.train()
-    of_training = {"forward", "backward", "square_norm", "reduce_and_update", "total_loss"}
+    of_training = {"forward", "backward", "chunk_totals", "reduce_and_update", "total_loss"}
     assert {f"jit({name})" for name in of_training} <= device.names("first")
     for kind, number in (("train_step", 1), ("train_step", 2), ("evaluate", 1)):
         calls = between(device.events, f"{kind} {number}", f"end of {kind} {number}")

@@ -10,7 +10,7 @@ import pytest
 from holmesjax.errors import PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import planner, shortlist
-from holmesjax.planner.candidates import kinds
+from holmesjax.planner.candidates import schedule_kinds
 from holmesjax.planner.exhaustive import ExhaustiveSearch
 from holmesjax.planner.planner import find, make_plan, timed_again
 from holmesjax.planner.problem import Assignment, Segment
@@ -193,7 +193,7 @@ def test_every_split_for_which_there_is_memory_is_looked_at(where):
     config = make_config(model=model, parallel={"schedule": "1f1b"}, train={"global_batch": 4})
     problem = make_problem(config, topology)
     settings, order = StepSettings(4, "none"), TaskOrder("1f1b", 3, 4)
-    [kind] = kinds(problem, settings)
+    [kind] = schedule_kinds(problem, settings)
     segments = tuple(Segment(pool, MeshShape(1, 1, 1), 1) for pool in range(3))
     search_all = ExhaustiveSearch(Trials(problem, math.inf))
     found = {split.layers for split in search_all._splits(segments, settings, kind)}

@@ -37,7 +37,7 @@ def test_a_run_compiles_nothing_that_one_before_has_compiled(tmp_path, restored)
         assert [p.chunk for p in programs] == chunks
         return len(num_compiled), events.count("cache_misses")
 
-    count = 6  # forward, backward, gather, zero_gradients, square_norm, update
+    count = 6  # forward, backward, gather, zero_gradients, chunk_totals, update
     compiled, misses = compile_all()
     assert compiled == count
     assert misses >= count  # JAX has small ones of its own

@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 
 from holmesjax.config.data_sources import SOURCES, DataSource
-from holmesjax.data.pieces import Pieces
 from holmesjax.data.sources import Item, Splits
+from holmesjax.data.text_pieces import TextPieces
 
 NAME = "toy_copies"
 BEGIN, SIGN, FIRST_DIGIT, NUM_TOKENS, DOCUMENT = 0, 1, 2, 12, 8
@@ -54,7 +54,7 @@ class Digits:
 
     def pieces(self, after=()):
         text = lambda token: "B="[token] if token < FIRST_DIGIT else str(token - FIRST_DIGIT)
-        return Pieces(lambda tokens: "".join(map(text, tokens)), after)
+        return TextPieces(lambda tokens: "".join(map(text, tokens)), after)
 
 
 def look(config):

@@ -11,7 +11,7 @@ from typing import Any
 
 from holmesjax.distributed.messages import MemberHello
 from holmesjax.plan.processes import Process
-from holmesjax.runtime.step_timeout import Work
+from holmesjax.runtime.step_timeout import Activity
 from holmesjax.transport import connections
 from holmesjax.transport.connection_loop import LoopConnection
 from holmesjax.transport.connections import Connection
@@ -29,7 +29,7 @@ class Seat:
     process: Process
     connection: LoopConnection | None = None  # the newest
     status: str = "had not come"
-    work: Work = "step"
+    work: Activity = "step"
     step: int = 0  # that it is at, or has validated or saved after
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step
