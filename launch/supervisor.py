@@ -377,7 +377,7 @@ class Supervisor:
                     controller,
                     run_dir=job.run_dir,
                     key_file=key_file,
-                    variables={**variables, "HOLMES_EPOCH": str(self._lease.epoch)},
+                    variables=variables,
                     restart=restart,
                 )
                 watched.enter_context(self._loop_watch)
@@ -567,7 +567,7 @@ class Supervisor:
             print("".join(f"{line}\n" for line in lines), end="", flush=True)
             attempt.data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
-            attempt.controller.broadcast(Go())
+            attempt.controller.broadcast(Go(epoch=self._lease.epoch))
 
     def _events(self, attempt: _Attempt, for_s: float) -> Iterator[ProcessEvent]:
         """Yields the events of the next seconds; output goes to the logs alone."""

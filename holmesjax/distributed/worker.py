@@ -216,7 +216,7 @@ class Worker:
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
-            member.wait_for(Go)
+            epoch = member.wait_for(Go).epoch
             member.status("was reading the checkpoint")
             saved = self._checkpoint(start.resume)
             states = (
@@ -224,7 +224,6 @@ class Worker:
                 if saved
                 else runner.init(job.config.train.seed, member.advance)
             )
-            epoch = self._env.get("HOLMES_EPOCH")  # a scheduler sets none
             loop = TrainingLoop(
                 config=job.config,
                 runner=runner,
@@ -236,7 +235,7 @@ class Worker:
                         chunks,
                         self._send_saved,
                         self._send_unsaved,
-                        lease.fence(job.run_dir, int(epoch) if epoch else None),
+                        lease.fence(job.run_dir, epoch),
                     )
                 ),
                 tell=_Reporter(member, self._take_losses),

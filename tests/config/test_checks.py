@@ -96,6 +96,18 @@ model.lora.targets: must be weights of the model: a gelu has no gate
   found: ['gate_up_proj']
   fix: leave the gate out, or use swiglu or geglu
 
+optimizer.weight_decay=1e4
+optimizer.weight_decay: times the learning rate 0.0003 must be at most 1: a step takes that share \
+of a parameter away
+  found: 10000.0
+  fix: use 3333.33 or less
+
+optimizer.groups=[{"pattern":"a","learning_rate":20.0}]
+optimizer.groups[0].weight_decay: times the learning rate 20 must be at most 1: a step takes that \
+share of a parameter away
+  found: 0.1
+  fix: use 0.05 or less
+
 train.steps=9 train.profile_steps=[2,10]
 train.profile_steps: must each be at most train.steps = 9
   found: [2, 10]

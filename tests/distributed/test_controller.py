@@ -282,9 +282,9 @@ def test_nobody_goes_before_all_are_told_to(controller, members):
         assert event.record.digests == {"train": "1"}
     with pytest.raises(PeerError, match="has not started within"):
         members[0].wait_for(Go, 0.2)
-    controller.broadcast(Go())
+    controller.broadcast(Go(epoch=3))
     for member in members:
-        assert member.wait_for(Go, DEADLINE_S) == Go()
+        assert member.wait_for(Go, DEADLINE_S) == Go(epoch=3)
 
 
 def test_a_member_tells_the_digests_of_the_files_that_are_asked_for(controller, members):

@@ -450,7 +450,7 @@ def test_a_place_in_a_component_is_a_number_in_the_job(tmp_path, own, number):
     env = {"HOLMES_CONTROLLER": "10.0.0.1:7000", "HOLMES_KEY_FILE": str(tmp_path / "key")}
     env |= {"HOLMES_ADDRESSES": '{"ethernet": ["10.0.0.2"]}', **own}
     if number is None:
-        with pytest.raises(HolmesError, match="makes no sense"):
+        with pytest.raises(HolmesError, match="HOLMES_PROCESSES: makes no sense"):
             ProcessEnvironment.read(env, nics.discover)
     else:
         assert ProcessEnvironment.read(env, nics.discover).number == number
