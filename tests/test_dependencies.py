@@ -20,6 +20,7 @@ MODULE = {
     "ml-dtypes": "ml_dtypes",
     "nvidia-ml-py": "pynvml",
     "orbax-checkpoint": "orbax",
+    "pydantic-core": "pydantic_core",
     "pyyaml": "yaml",
     "universal-pathlib": "upath",
 }
