@@ -193,14 +193,20 @@ def wide_moments(moments, which):
 
 @functools.cache
 def steps(model, config, num_sequences, mask=False) -> list[Step]:
-    """The first steps of a model with an optimizer's config."""
+    """The first steps of a model with an optimizer's config.
+
+    Args:
+      num_sequences: of every step, or of each.
+    """
     # Layers are updated one by one: those of the same name are compiled once for many models.
     optimizer = dataclasses.replace(config, clip_norm=None), _alike(model)
     params = init_params(model, SEED)
     states = {layer: _init(*optimizer, {layer: params[layer]}) for layer in params}
     found = []
-    for step in range(NUM_STEPS[config.moments]):
-        inputs = step_inputs(num_sequences, step)
+    num_steps = NUM_STEPS[config.moments]
+    counts = [num_sequences] * num_steps if isinstance(num_sequences, int) else num_sequences
+    for step, count in zip(range(num_steps), counts, strict=True):
+        inputs = step_inputs(count, step)
         (loss, z_loss), gradient = loss_and_gradient(params, model, inputs, mask)
         norm = sum(np.square(g).sum() for g in jax.tree.leaves(gradient)) ** 0.5
         scale = 1.0 if config.clip_norm is None else min(1.0, config.clip_norm / norm)
@@ -247,17 +253,26 @@ def assert_trees_rounded_alike(got, want, where):
         assert others <= 8 + ROUNDED_OTHERWISE * x.size, f"{where}, {path}: {others} of {x.size}"
 
 
-def check(run, plan, wanted, moments="float32"):
-    """Every loss, norm, gradient, moment and parameter of some steps; the loss of a validation."""
+def check(run, plan, wanted, moments="float32", ramp=()):
+    """Every loss, norm, gradient, moment and parameter of some steps; the loss of a validation.
+
+    Args:
+      ramp: the microbatches of each step, if these are not all of the plan's.
+    """
     states, clock = run.init(SEED), Clock(len(plan.stages))
-    for step, want in enumerate(wanted):
-        inputs = step_inputs(plan.global_batch, step)
-        placed = run.placer.place_all(inputs, trains=False)
+    ramp = ramp or [plan.microbatches] * len(wanted)
+    for step, (want, num_microbatches) in enumerate(zip(wanted, ramp, strict=True)):
+        inputs = step_inputs(num_microbatches * MICROBATCH, step)
         count = np.count_nonzero(inputs["target_BL"] >= 0)
         # Parameters of later steps are as near as roundings of moments leave them.
         rtol = ROUNDED_RTOL[moments] if step else RTOL
-        assert abs(float(run.evaluate(states, placed)) / count / want.loss - 1) <= rtol
-        placed = run.placer.place_all(inputs)
+        if num_microbatches == plan.microbatches:  # a validation has whole batches
+            placed = run.placer.place_all(inputs, trains=False)
+            assert abs(float(run.evaluate(states, placed)) / count / want.loss - 1) <= rtol
+            placed = run.placer.place_all(inputs)
+        else:
+            host = {name: inputs[name] for name in run.placer.names}
+            placed = run.placer.place(host, count, num_microbatches=num_microbatches)
         states, metrics = run.train_step(states, placed, clock.timeline())
         assert abs(float(metrics["loss"]) / want.loss - 1) <= rtol
         assert abs(float(metrics["grad_norm"]) / want.norm - 1) <= rtol

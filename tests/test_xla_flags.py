@@ -14,8 +14,8 @@ from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError
 from holmesjax.job import ENVIRONMENT, Job
 from holmesjax.plan.device_pool import DevicePool
+from holmesjax.process_variables import ALLOCATOR
 from holmesjax.topology import loading
-from holmesjax.transport.buffers import ALLOCATOR
 from launch import supervisor
 from launch.launchers import launcher as launchers
 from launch.launchers.external import ExternalLauncher

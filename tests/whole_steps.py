@@ -14,7 +14,7 @@ import pytest
 from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
-from holmesjax.runtime.pipeline import in_one_process
+from holmesjax.runtime.pipeline import in_one_process, make_runner
 from holmesjax.runtime.whole_step import WholeStep
 from tests.hand_made_plans import hand_made_plan, make_chunks
 
@@ -58,6 +58,7 @@ class Row(NamedTuple):
     kind: str = "gpt2"  # of the model
     tied: bool = False
     mask: bool = False
+    ramp: tuple[int, ...] = ()  # microbatches of each step of a batch that grows, in another run
 
     def __str__(self) -> str:
         changed = [
@@ -125,7 +126,7 @@ class Row(NamedTuple):
             "tensor": "whole" if self.tensor == 1 else "cut",
             "context": "whole" if self.context == 1 else "cut",
             "microbatches": "one" if self.microbatches == 1 else "several",
-            **{name: str(getattr(self, name)) for name in Row._fields[8:]},
+            **{name: str(getattr(self, name)) for name in Row._fields[8:-1]},
         }
 
 
@@ -136,29 +137,31 @@ def compiled(row: Row):
     return compile_chunks(made) if len(made) > 1 else compile_whole_step(made[0])
 
 
-def runner(row: Row, plan: Plan):
-    """Runs a plan that needs the programs of a row."""
+def runner(row: Row, plan: Plan, *, ramps: bool = False):
+    """Runs a plan that needs the programs of a row; or steps of unlike batches, task by task."""
     programs = compiled(row)
-    return in_one_process(plan, programs) if isinstance(programs, list) else WholeStep(programs)
+    if isinstance(programs, list):
+        return in_one_process(plan, programs)
+    return make_runner(plan, row.made_chunks, ramps=True) if ramps else WholeStep(programs)
 
 
 # In the order of the fields of `Row`; "-" is the default.
 TABLE = """
-1       -     2     -     2     -                - - full chunked -        1e6 llama True -
-1       2     -     2     2     -                - - dots -       bfloat16 0.1 -     -    -
-1       -     -     4     -     -                - 3 -    -       int8     -   -     -    True
-1,1     2     1,2   -     -     -                - - dots chunked -        -   llama -    True
-1,2     1,2   2     -     -     -                - 3 -    chunked bfloat16 0.1 -     True True
-1,1     -     -     2     2     -                - - full -       int8     1e6 llama -    -
-1,1,1   1,2,1 1,2,1 2,1,1 1,1,2 -                - - full -       -        0.1 -     -    True
-1,1,1   2     -     -     -     -                - 4 -    -       bfloat16 1e6 llama True -
-1,1,1   -     2     2,1,1 -     -                - - dots chunked int8     -   -     True -
-2,2     -     2     2,1   1,2   interleaved_1f1b 2 4 -    chunked -        0.1 llama -    -
-2,2     2     -     -     -     interleaved_1f1b 2 4 full chunked bfloat16 -   -     -    True
-2,2     4,1   1,2   -     -     interleaved_1f1b 2 4 dots -       int8     1e6 -     True -
-1,1     1,2   -     2     2,1   zero_bubble      - - -    -       -        -   llama -    True
-1,1     -     1,2   -     -     zero_bubble      - - -    chunked bfloat16 1e6 -     -    True
-2,1     2     2     -     -     zero_bubble      - 3 -    -       int8     0.1 -     True -
+1       -     2     -     2     -                - - full chunked -        1e6 llama True - -
+1       2     -     2     2     -                - - dots -       bfloat16 0.1 -     -    - -
+1       -     -     4     -     -                - 3 -    -       int8     -   -     -    True 1,3,2
+1,1     2     1,2   -     -     -                - - dots chunked -        -   llama -    True -
+1,2     1,2   2     -     -     -                - 3 -    chunked bfloat16 0.1 -     True True -
+1,1     -     -     2     2     -                - - full -       int8     1e6 llama -    - -
+1,1,1   1,2,1 1,2,1 2,1,1 1,1,2 -                - - full -       -        0.1 -     -    True -
+1,1,1   2     -     -     -     -                - 4 -    -       bfloat16 1e6 llama True - 1,4,2
+1,1,1   -     2     2,1,1 -     -                - - dots chunked int8     -   -     True - -
+2,2     -     2     2,1   1,2   interleaved_1f1b 2 4 -    chunked -        0.1 llama -    - -
+2,2     2     -     -     -     interleaved_1f1b 2 4 full chunked bfloat16 -   -     -    True -
+2,2     4,1   1,2   -     -     interleaved_1f1b 2 4 dots -       int8     1e6 -     True - -
+1,1     1,2   -     2     2,1   zero_bubble      - - -    -       -        -   llama -    True -
+1,1     -     1,2   -     -     zero_bubble      - - -    chunked bfloat16 1e6 -     -    True -
+2,1     2     2     -     -     zero_bubble      - 3 -    -       int8     0.1 -     True - 2,1,3
 """
 
 

@@ -93,7 +93,9 @@ def as_float32(states):
     [
         ("float32", "int8", hand_made_plan((2,), 1, 1, fsdp=2)),
         ("int8", "int8", hand_made_plan((1, 1), (1, 2), 1)),
-        ("bfloat16", "float32", hand_made_plan((2,), 2, 1)),
+        pytest.param(
+            *("bfloat16", "float32", hand_made_plan((2,), 2, 1)), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_moments_may_be_kept_in_another_way(tmp_path, source, target, plan):

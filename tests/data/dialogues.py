@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from tests.data.trained_tokenizers import write_bpe, write_corpus
 
 TURNS = [
@@ -23,12 +21,6 @@ MARKED = PLAIN.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}",
 )
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A tokenizer with two marks of dialogues."""
-    return write_dialogue_tokenizer(tmp_path)
 
 
 def write_dialogue_tokenizer(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from holmesjax.data import chat_template as chat, tokenizer_files
 from holmesjax.data.chat_template import ChatTemplate, of_user
 from holmesjax.errors import DataError
-from tests.data.dialogues import MARKED, PLAIN, TURNS
+from tests.data.dialogues import MARKED, PLAIN, TURNS, write_dialogue_tokenizer
 
 CHATML = r"""{% for message in messages %}
     {% if loop.first and message.role != 'system' %}
@@ -27,6 +27,12 @@ LLAMA = (
     "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] }} [/INST]"
     "{{ m | tojson }}{% endfor %}"
 )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer with two marks of dialogues."""
+    return write_dialogue_tokenizer(tmp_path)
 
 
 def template(source, **special):

@@ -43,7 +43,7 @@ def oracle(tokens, monkeypatch):
     return family_oracle.logits("phi3", HERE, np.array(tokens))
 
 
-@pytest.mark.parametrize("length", [5, ORIGINAL, ORIGINAL + 1, 40])
+@pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1])
 def test_a_text_has_the_factors_of_its_length(length, monkeypatch):
     want = oracle(TOKENS[:length], monkeypatch)
     rows = np.stack([TOKENS[:length], TOKENS[:length]]).astype(np.int32)

@@ -169,7 +169,9 @@ def test_interrupted_runs_resume_bit_for_bit(finished, run_file, tmp_path):
     assert losses(run_dir) == losses(finished[0])
 
 
-def test_a_damaged_checkpoint_is_noticed_and_one_before_resumes_on_another_plan(finished, tmp_path):
+def test_a_damaged_checkpoint_is_noticed_and_one_before_resumes_on_another_plan(
+    finished, tmp_path, capsys
+):
     """From step 3 on one stage: the same losses up to rounding, until two saves in a row fail."""
     run_dir = tmp_path / "run"
     shutil.copytree(finished[0], run_dir)
@@ -182,7 +184,7 @@ def test_a_damaged_checkpoint_is_noticed_and_one_before_resumes_on_another_plan(
     damaged = bytearray(largest.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     largest.write_bytes(damaged)
-    text = run_launch("generate", run_dir, "--prompt", "def ", "--max-tokens", "20")
+    text = run_launch_here(capsys, "generate", run_dir, "--prompt", "def ", "--max-tokens", "20")
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("def ")
     *warned, rate = text.stderr.splitlines()
@@ -250,8 +252,8 @@ def test_wrong_command_lines_exit_with_2(capsys, arguments):
     assert done.stderr
 
 
-def test_a_second_run_file_in_a_used_folder_is_not_mixed_up(finished, run_file):
+def test_a_second_run_file_in_a_used_folder_is_not_mixed_up(finished, run_file, capsys):
     """The same command again, as a scheduler repeats it, goes on where the run is."""
-    done = run_launch("train", run_file, f"run.dir={finished[0]}")
+    done = run_launch_here(capsys, "train", run_file, f"run.dir={finished[0]}")
     assert done.returncode == 0
     assert "8 of 8 steps are done" in done.stdout

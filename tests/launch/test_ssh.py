@@ -4,6 +4,7 @@ Where no model is needed, the nodes' "python" is a shell script.
 """
 
 import contextlib
+import io
 import os
 import queue
 import shutil
@@ -25,6 +26,7 @@ from holmesjax.errors import HolmesError
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
 from holmesjax.topology import loading
+from holmesjax.trainer import Trainer
 from launch.launchers import hosts, launcher
 from launch.launchers.launcher import ProcessStart
 from launch.launchers.ssh import SCRIPT, SshLauncher
@@ -160,8 +162,7 @@ def test_a_job_over_ssh_survives_the_death_of_a_process(sshd, tmp_path):
     assert "error: b/b-0 (stage 1, process 1): was killed by signal 9 (SIGKILL)" in job.output
     assert "starting again" in job.output
     assert workers() == []
-    with RunningJob(write_run(tmp_path, CLUSTERS, name="local"), *settings) as job:
-        assert job.end() == 0, job.output
+    Trainer(write_run(tmp_path, CLUSTERS, name="local"), settings, io.StringIO()).train()
     losses = [[r["loss"] for r in metrics.read(tmp_path / name)] for name in ("run", "local")]
     assert len(losses[0]) == 12
     assert losses[0] == losses[1]

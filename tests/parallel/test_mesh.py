@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from holmesjax import job
+from holmesjax import job, process_variables
 from holmesjax.errors import PlanError
-from holmesjax.hosts import process_variables
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.planner import planner
 

@@ -22,7 +22,9 @@ from tests.kernels.attention.gpus import H200, lowered_for_cuda
     "cut, checkpointing, in_forward, in_backward",
     [
         ({"data": 2, "tensor": 2}, "dots", 1, 1),  # the result of the forward is kept
-        ({"data": 2, "tensor": 1, "fsdp": 2}, "full", 1, 2),  # or computed again, by each replica
+        pytest.param(  # or computed again, by each replica
+            *({"data": 2, "tensor": 1, "fsdp": 2}, "full", 1, 2), marks=pytest.mark.exhaustive
+        ),
         ({"data": 1, "tensor": 1, "context": 2}, "none", 2, 2),  # for own keys, and for others'
     ],
 )

@@ -64,13 +64,16 @@ def test_chunks_that_differ_in_names_alone_round_their_moments_by_their_own_name
     check_row(Row(**changed, moments="int8"))
 
 
-def check_plan(row, plan):
-    wanted = steps(row.model, row.optimizer, plan.global_batch, row.mask)
-    check(runner(row, plan), plan, wanted, row.moments)
+def check_plan(row, plan, ramp=()):
+    counts = tuple(n * MICROBATCH for n in ramp)
+    wanted = steps(row.model, row.optimizer, counts or plan.global_batch, row.mask)
+    check(runner(row, plan, ramps=bool(ramp)), plan, wanted, row.moments, ramp)
 
 
 def check_row(row):
     check_plan(row, row.plan)
+    if row.ramp:
+        check_plan(row, row.plan, row.ramp)
     programs = compiled(row)
     if not isinstance(programs, list):
         return
@@ -80,4 +83,4 @@ def check_row(row):
     elif row.schedule == "1f1b":
         in_flight = {2: (3, 1), 3: (4, 3, 1)}[len(row.split)]
         for changes in ({"schedule": "gpipe"}, {"schedule": "eager_1f1b", "in_flight": in_flight}):
-            check_plan(row, dataclasses.replace(row.plan, **changes))
+            check_plan(row, dataclasses.replace(row.plan, **changes), row.ramp)

@@ -29,7 +29,7 @@ def check_runs(L, M, rule, segments, block):
                 assert here[:, (end - 1) * other :].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_runs_visit_every_tile_that_counts(data):
     causal = data.draw(st.booleans())
