@@ -41,6 +41,7 @@ PLACES = [
     "holmesjax.report",
     "holmesjax.callbacks",
     "holmesjax.training_loop",
+    "holmesjax.training_setup",
     "holmesjax.trainer",
     "holmesjax.generation",
     "holmesjax.distributed",

@@ -14,7 +14,7 @@ from holmesjax.data.batches import model_inputs
 from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.report import metrics
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 from tests.jobs import RunningJob, compiling_once, external_job, write_run
 from tests.one_device import plain_loss
 
