@@ -19,8 +19,9 @@ from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
 from holmesjax.checkpoints import committing, manifest, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
 from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
@@ -354,7 +355,7 @@ class Trainer:
                     TrainingLoop,
                     tell=recorder.take,
                     is_stopping=is_stopping,
-                    is_saving=Due(config.checkpoint, begun=saves.begun),
+                    is_saving=SaveSchedule(config.checkpoint, begun=saves.begun),
                     begins=progress.begin,
                     profiles=self.run_dir / jobs.PROFILES,
                     skipped=start.skipped,

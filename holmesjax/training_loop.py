@@ -27,7 +27,7 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.chunk import ChunkState
 from holmesjax.runtime.device_memory import PeakMemory
-from holmesjax.runtime.meanwhile import Meanwhile
+from holmesjax.runtime.overlapped_work import OverlappedWork
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
 from holmesjax.runtime.step_timeout import Activity
@@ -162,7 +162,7 @@ class TrainingLoop:
             if unread:
                 self._tell(self._read(unread), following)
 
-        meanwhile = Meanwhile(nearly=self.vote, idle=lambda: tell(timeline))
+        meanwhile = OverlappedWork(nearly=self.vote, idle=lambda: tell(timeline))
         while done < steps and not self.is_stopping():
             self.begins("step", done + 1)
             self.callbacks.before_step(done + 1)

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 from holmesjax.checkpoints import committed, committing, manifest, resume, second_reading
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
@@ -352,7 +353,9 @@ class Supervisor:
                 resume=start.step,
                 key=make_or_read(key_file),
                 heartbeat_timeout_s=self._config.silence_s,
-                is_saving=Due(config.checkpoint, begun=lambda step: self._saves.begun(step)),
+                is_saving=SaveSchedule(
+                    config.checkpoint, begun=lambda step: self._saves.begun(step)
+                ),
                 progress=progress,
                 allow=computing.permitted(job.run_dir, self._unlike),
             ) as controller,

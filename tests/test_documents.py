@@ -203,9 +203,9 @@ def test_every_decision_of_the_design_has_its_date():
 
 
 def test_each_question_about_the_code_has_its_file():
-    _, table = (CHECKOUT / "docs/code.md").read_text().split("\n## Thirty-three questions\n")
+    _, table = (CHECKOUT / "docs/code.md").read_text().split("\n## Twenty questions\n")
     rows = re.findall(r"^\| ([A-Z].*\?) \| (`.*`) \|$", table, re.MULTILINE)
-    assert len({question for question, _ in rows}) == 33
+    assert len({question for question, _ in rows}) == 20
     files = [file for _, answer in rows for file in re.findall(r"`([^`]+)`", answer)]
     assert not [file for file in files if not (CHECKOUT / file).is_file()]
 

@@ -1,11 +1,10 @@
-"""When a run writes checkpoints, and what becomes of each of them. No JAX.
+"""Commits checkpoints that are whole, and gives up those that cannot be written. No JAX.
 
 One place decides for all processes of a run and hears of them all: the launcher, or the process
 itself where it is the only one.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,46 +13,8 @@ from typing import Any
 from holmesjax.checkpoints import manifest, skipped_data
 from holmesjax.checkpoints.resume import Start, settings
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.config import CheckpointConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.liveness.lease import Lease
-
-
-class Due:
-    """Whether to save after a step: after so many steps, or so many minutes after the last time.
-
-    The minutes count from the first step that is asked about. `begun` is told of each step after
-    which a checkpoint is written, in the thread that asks.
-    """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        clock: Callable[[], float] = time.monotonic,
-        begun: Callable[[int], object] = lambda step: None,
-    ):
-        self._begun = begun
-        self._every, self._interval_s = config.every, 60 * config.minutes
-        self._clock = clock
-        self._last_s: float | None = None
-
-    def __call__(self, step: int) -> bool:
-        """To be asked once after each step."""
-        is_due = self._is_due(step)
-        if is_due:
-            self._begun(step)
-        return is_due
-
-    def _is_due(self, step: int) -> bool:
-        if self._every is not None:
-            return step % self._every == 0
-        now_s = self._clock()
-        if self._last_s is None:
-            self._last_s = now_s
-        if now_s - self._last_s < self._interval_s:
-            return False
-        self._last_s = now_s
-        return True
 
 
 @dataclass

@@ -26,8 +26,8 @@ from holmesjax.config import BYTES, Config, DataConfig
 from holmesjax.data import (
     chat_template,
     corpus_files,
+    object_stores,
     packing,
-    stores,
     text,
     text_documents,
     token_files,
@@ -78,8 +78,8 @@ def read(config: DataConfig, length: int) -> Splits:
         its_files = tokenizer_paths.find(config.tokenizer)
         about += [its_files.identity, chat_template.sources(its_files).get(chat_template.DEFAULT)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-    root = stores.path_of(config.corpus)
-    beside = None if stores.is_remote(root) else root if root.is_dir() else root.parent
+    root = object_stores.path_of(config.corpus)
+    beside = None if object_stores.is_remote(root) else root if root.is_dir() else root.parent
     make = lambda folder: _write(config, corpus.files, length, folder)
     found = packing.kept_arrays(key, DTYPES, make, beside)
     start_D, whole = found["starts"], len(found["tokens"])
@@ -103,7 +103,7 @@ def read(config: DataConfig, length: int) -> Splits:
     return Splits(
         train=splits["train"],
         validation=splits["validation"],
-        place=f"{stores.whole(stores.path_of(config.corpus))}{left_out}",
+        place=f"{object_stores.whole(object_stores.path_of(config.corpus))}{left_out}",
         digests=digests,
         files=dict(sorted(files.items())),
         left_out=corpus.left_out.words,

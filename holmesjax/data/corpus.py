@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
-from holmesjax.data import corpus_files, file_kinds, packed_files, stores, text_documents
+from holmesjax.data import compressed_files, corpus_files, file_kinds, object_stores, text_documents
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.corpus_files import CorpusFile, LeftOut
 from holmesjax.data.file_kinds import FileKind
@@ -93,7 +93,7 @@ def _sizes(config: DataConfig) -> Iterator[tuple[str, int]]:
     for name, path, kind in _files(config, LeftOut()):
         try:
             size = path.stat().st_size
-        except stores.errors() as error:
+        except object_stores.errors() as error:
             raise corpus_files.unreadable(path, error) from None
         yield name, 1 + (size * 3 // 2 if kind.packing else size)  # UTF-16 is longer in UTF-8
 
@@ -115,7 +115,7 @@ def _files(config: DataConfig, left_out: LeftOut) -> Iterator[CorpusFile]:
 
 def _refuse_other(path: Path, kind: FileKind) -> None:
     """Raises DataError for a file whose documents are not its text."""
-    if kind.content == file_kinds.TEXT and set(kind.packing) <= packed_files.ENCODINGS:
+    if kind.content == file_kinds.TEXT and set(kind.packing) <= compressed_files.ENCODINGS:
         return
     fix = "turn the corpus into tokens (python -m launch tokenize) and use data.source=tokens"
     if kind.content in (file_kinds.LINES, file_kinds.ARRAY):
@@ -127,7 +127,7 @@ def _refuse_other(path: Path, kind: FileKind) -> None:
 def _root(config: DataConfig) -> Path:
     if config.corpus == PYTHON_STDLIB:
         return Path(sysconfig.get_path("stdlib"))
-    return stores.path_of(config.corpus)
+    return object_stores.path_of(config.corpus)
 
 
 def _stdlib(root: Path) -> Iterator[Path]:
@@ -183,7 +183,7 @@ def read(config: DataConfig) -> Corpus:
     for name, path, kind in sorted(_files(config, left_out)):
         try:
             text = text_documents.whole(path, kind, "data.pattern")
-        except stores.errors() as error:
+        except object_stores.errors() as error:
             raise corpus_files.unreadable(path, error) from None
         split = split_of(name, config.validation_fraction)
         parts[split] += [bytes([BEGIN]), text]

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
-from holmesjax.data import file_kinds, stores
+from holmesjax.data import file_kinds, object_stores
 from holmesjax.data.file_kinds import FileKind
 from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
@@ -81,7 +81,7 @@ def found(config: DataConfig) -> CorpusFiles:
     nothing is left to read.
     """
     left_out = LeftOut()
-    root = stores.path_of(config.corpus)
+    root = object_stores.path_of(config.corpus)
     if is_file(config, root):
         if not (kind := kind_of(root)).is_read:
             raise not_read(root, kind, is_named=True)
@@ -98,9 +98,9 @@ def found(config: DataConfig) -> CorpusFiles:
 def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[CorpusFile]:
     """The files of a folder that are read, in any order; the others are counted."""
     paths = list(paths_in(root, config, left_out))
-    is_remote = stores.is_remote(config.corpus)
+    is_remote = object_stores.is_remote(config.corpus)
     kinds: Iterable[FileKind] = (
-        stores.each(kind_of, paths, root) if is_remote else map(kind_of, paths)
+        object_stores.each(kind_of, paths, root) if is_remote else map(kind_of, paths)
     )
     for path, kind in zip(paths, kinds, strict=True):
         name = path.relative_to(root).as_posix()
@@ -115,13 +115,13 @@ def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Corp
 def is_file(config: DataConfig, root: Path) -> bool:
     """Tells whether the corpus is one file. Raises DataError if it is not there."""
     try:
-        stores.ask(root)
+        object_stores.ask(root)
         is_there, is_file = root.exists(), root.is_file()
-    except stores.errors() as error:
+    except object_stores.errors() as error:
         _refuse(error)
     if not is_there:
         fix = f"name a folder, or {PYTHON_STDLIB!r} for a first try"
-        raise stores.absent(config.corpus, fix)
+        raise object_stores.absent(config.corpus, fix)
     return is_file
 
 
@@ -129,7 +129,7 @@ def kind_of(path: Path) -> FileKind:
     """The kind of a file. Raises DataError for one that cannot be read."""
     try:
         return file_kinds.kind_of(path)
-    except stores.errors() as error:
+    except object_stores.errors() as error:
         raise unreadable(path, error) from None
 
 
@@ -143,7 +143,7 @@ def not_read(path: Path, kind: FileKind, *, is_named: bool = False) -> DataError
 def unreadable(path: Path, error: Exception) -> DataError:
     """The refusal of a file that the system does not let read."""
     fix = "make it readable, or leave it out by data.pattern"
-    return DataError(str(path), "cannot be read", found=stores.said_by(error), fix=fix)
+    return DataError(str(path), "cannot be read", found=object_stores.said_by(error), fix=fix)
 
 
 def nothing(config: DataConfig, root: Path, left_out: LeftOut) -> DataError:
@@ -172,12 +172,12 @@ def paths_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Path
     # Nothing but the folder that a pattern begins with is looked through.
     fixed = next((i for i, part in enumerate(pattern[:-1]) if set(part) & set("*?[")), None)
     base = root.joinpath(*pattern[: len(pattern[:-1]) if fixed is None else fixed])
-    walk = _objects if stores.is_remote(config.corpus) else _walk
+    walk = _objects if object_stores.is_remote(config.corpus) else _walk
     try:
         for path in walk(base, root, config.pattern is None, left_out):
             if not pattern or _matches(path.relative_to(root).parts, pattern):
                 yield path
-    except stores.errors() as error:
+    except object_stores.errors() as error:
         _refuse(error)
 
 
@@ -207,7 +207,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def _objects(base: Path, root: Path, hides: bool, left_out: LeftOut) -> Iterator[Path]:
     """All objects below a place in a store."""
-    for path in stores.files_below(base):
+    for path in object_stores.files_below(base):
         name = path.relative_to(root)
         if hides and any(part.startswith(".") for part in name.parts):
             left_out.add(HIDDEN, name.as_posix())

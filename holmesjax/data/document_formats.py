@@ -9,8 +9,8 @@ from holmesjax.data import (
     corpus as corpora,
     corpus_files,
     file_kinds,
+    object_stores,
     row_documents as rows,
-    stores,
     text_documents as texts,
 )
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles, LeftOut
@@ -41,7 +41,7 @@ def found(config: DataConfig) -> CorpusFiles:
     """The files of a corpus, sorted by name, or its folder, where that is a dataset."""
     if config.corpus == PYTHON_STDLIB:
         return CorpusFiles(files=corpora.standard_library(), left_out=LeftOut())
-    path = stores.path_of(config.corpus)
+    path = object_stores.path_of(config.corpus)
     if not corpus_files.is_file(config, path) and rows.is_hugging_face(path):
         return CorpusFiles(files=[CorpusFile(path.name, path, DATASET)], left_out=LeftOut())
     return corpus_files.found(config)
@@ -58,7 +58,7 @@ def cut(path: Path, step: int) -> Iterator[tuple[FilePart, int]]:
 
 def read(part: FilePart, wanted: Wanted) -> Documents:
     """The documents of a part. Raises DataError for what is damaged, with its place."""
-    kind = _kind_of(stores.path_of(part.path))
+    kind = _kind_of(object_stores.path_of(part.path))
     own = ROWS.get(kind.content)
     return own.read(part, wanted) if own else texts.read(part, kind, wanted)
 

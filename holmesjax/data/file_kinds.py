@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holmesjax.data import packed_files
+from holmesjax.data import compressed_files
+from holmesjax.data.compressed_files import Packing
 from holmesjax.data.documents import damaged
-from holmesjax.data.packed_files import Packing
 
 HEAD_BYTES = 2**16
 # What is read. A name in any other words is a kind that is not read.
@@ -80,17 +80,17 @@ def kind_of(path: Path) -> FileKind:
     """
     packing: Packing = ()
     while True:
-        with packed_files.opened(path, packing, cache="none") as file:
+        with compressed_files.opened(path, packing, cache="none") as file:
             head = _head(file)
-        inner = packed_files.packing_of(head)
-        if inner is None or len(packing) == packed_files.DEEPEST:
+        inner = compressed_files.packing_of(head)
+        if inner is None or len(packing) == compressed_files.DEEPEST:
             break
         packing += (inner,)
     content = _content(head, is_whole=len(head) < HEAD_BYTES)
-    promise = PROMISES.get(Path(packed_files.without_endings(path.name)).suffix)
+    promise = PROMISES.get(Path(compressed_files.without_endings(path.name)).suffix)
     if content not in (TEXT, BINARY):
         promise = None
-    wanted = packed_files.promised(path.name)
+    wanted = compressed_files.promised(path.name)
     if wanted and not packing and content in (TEXT, BINARY):
         found = f"it begins with {head[:8]!r}" if head else "it is empty"
         raise damaged(str(path), f"{wanted} file", found)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holmesjax.data.stores import RangeFile
+from holmesjax.data.object_stores import RangeFile
 
 CHUNK = 2**20  # numbers that are read at once, of all
 PAGE = 512  # numbers of a sorted array, of which the first is kept

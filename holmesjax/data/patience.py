@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from holmesjax.data import stores
+from holmesjax.data import object_stores
 from holmesjax.errors import DataError, LostDataError
 
 WAITS_S = 30.0  # for data to be as they were; a start or a step may take longer
@@ -51,7 +51,7 @@ def patiently(
     while True:
         try:
             found = read()
-        except (transient, *stores.errors()) as error:
+        except (transient, *object_stores.errors()) as error:
             if clock() > deadline_s:
                 raise _lost(error) from None
             if not has_failed:
@@ -72,4 +72,4 @@ def _lost(error: Exception) -> LostDataError:
         return LostDataError(error.where, error.problem, found=error.found, fix=fix)
     path = str(getattr(error, "filename", None) or "data.corpus")
     fix = "see that its file system is there, and start it again with the same command"
-    return LostDataError(path, "cannot be read", found=stores.said_by(error), fix=fix)
+    return LostDataError(path, "cannot be read", found=object_stores.said_by(error), fix=fix)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from holmesjax.data import extras, stores
+from holmesjax.data import object_stores, optional_packages
 from holmesjax.data.documents import (
     Documents,
     FilePart,
@@ -36,7 +36,7 @@ Parts = Iterator[tuple[int, int, int]]  # the ranges of a file's parts, each wit
 def cut_parquet(path: Path, step: int) -> Parts:
     """Yields each row group, the smallest part that can be read by itself."""
     del step
-    with stores.open_file(path) as file:
+    with object_stores.open_file(path) as file:
         about = _parquet(path, file).metadata
         for group in range(about.num_row_groups):
             yield group, group + 1, about.row_group(group).total_byte_size
@@ -44,8 +44,8 @@ def cut_parquet(path: Path, step: int) -> Parts:
 
 def read_parquet(part: FilePart, wanted: Wanted) -> Documents:
     """The documents of row groups."""
-    path = stores.path_of(part.path)
-    with stores.open_file(path) as file:
+    path = object_stores.path_of(part.path)
+    with object_stores.open_file(path) as file:
         parquet = _parquet(path, file)
         _refuse_no_column(part.path, wanted.column, parquet.schema_arrow)
         first = sum(parquet.metadata.row_group(group).num_rows for group in range(part.first))
@@ -64,7 +64,7 @@ def read_parquet(part: FilePart, wanted: Wanted) -> Documents:
 
 
 def _parquet(path: Path, file: Any) -> Any:
-    with extras.package("pyarrow", extra="hf", where=str(path)):
+    with optional_packages.package("pyarrow", extra="hf", where=str(path)):
         import pyarrow
         from pyarrow import parquet
     try:
@@ -109,7 +109,7 @@ def read_hugging_face(part: FilePart, wanted: Wanted) -> Documents:
 
 def _dataset(path: Path) -> Any:
     """Opens a dataset, of which it reads no rows."""
-    if stores.is_remote(path):
+    if object_stores.is_remote(path):
         fix = "copy the folder here, or write parquet files"
         raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
     if _is_split(path):
@@ -122,7 +122,7 @@ def _dataset(path: Path) -> Any:
     for file in _arrows(path):
         with file.open("rb") as content:
             _refuse_cut_off(content, str(file))
-    with extras.package("datasets", extra="hf", where=str(path)):
+    with optional_packages.package("datasets", extra="hf", where=str(path)):
         import datasets
         import pyarrow
     try:
@@ -159,10 +159,10 @@ def cut_arrow(path: Path, step: int) -> Parts:
 
 def read_arrow(part: FilePart, wanted: Wanted) -> Documents:
     """The documents of a file of batches, or of a stream of them in a file."""
-    path = stores.path_of(part.path)
-    with extras.package("pyarrow", extra="hf", where=str(path)):
+    path = object_stores.path_of(part.path)
+    with optional_packages.package("pyarrow", extra="hf", where=str(path)):
         import pyarrow
-    with stores.open_file(path) as file:
+    with object_stores.open_file(path) as file:
         is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
         if not is_file:
             _refuse_cut_off(file, part.path)
@@ -225,10 +225,10 @@ def _record(record: bytes, where: str, dtype: str | None) -> str | np.ndarray:
 
 
 def _reader(path: Path) -> Any:
-    if stores.is_remote(path):
+    if object_stores.is_remote(path):
         fix = "copy the file here"
         raise DataError(str(path), "cannot be read in a store", found="array_record", fix=fix)
-    with extras.package("array_record", extra="array_record", where=str(path)):
+    with optional_packages.package("array_record", extra="array_record", where=str(path)):
         from array_record.python import array_record_module
     # Without reading ahead, which makes reading by ranges slow.
     reader = array_record_module.ArrayRecordReader(str(path), options="readahead_buffer_size:0")

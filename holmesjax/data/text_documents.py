@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.data import packed_files, stores
+from holmesjax.data import compressed_files, object_stores
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.documents import Documents, FilePart, Wanted, decoded, null_among
 from holmesjax.data.file_kinds import ARRAY, LINES, FileKind
@@ -26,7 +26,7 @@ def cut(path: Path, kind: FileKind, step: int) -> Iterator[tuple[int, int, int]]
 
 def read(part: FilePart, kind: FileKind, wanted: Wanted) -> Documents:
     """The documents of a part. Raises DataError for what is no text."""
-    path = stores.path_of(part.path)
+    path = object_stores.path_of(part.path)
     if kind.content in (LINES, ARRAY):
         for where, found in objects(path, kind, part):
             yield where, _field(found, where, wanted.column)
@@ -39,7 +39,7 @@ def whole(path: Path, kind: FileKind, option: str) -> bytes:
 
     `option` is the one by which a user can leave it out.
     """
-    with packed_files.opened(path, kind.packing) as file:
+    with compressed_files.opened(path, kind.packing) as file:
         content = file.read().removeprefix(codecs.BOM_UTF8)
     if (place := content.find(BEGIN)) >= 0:
         found, fix = f"at byte {place:,}", f"leave it out by {option}: it is a binary file"
@@ -53,7 +53,7 @@ def objects(path: Path, kind: FileKind, part: FilePart | None = None) -> Iterato
     A part has the plain lines that begin in it. Packed lines and arrays are read as a whole.
     """
     if kind.content == ARRAY:
-        with packed_files.opened(path, kind.packing) as file:
+        with compressed_files.opened(path, kind.packing) as file:
             found = from_json(file.read(), str(path))
         yield from ((f"{path}, item {number:,}", own) for number, own in enumerate(found))
         return
@@ -63,7 +63,7 @@ def objects(path: Path, kind: FileKind, part: FilePart | None = None) -> Iterato
 
 
 def _lines(path: Path, kind: FileKind, part: FilePart | None) -> Iterator[tuple[str, bytes]]:
-    with packed_files.opened(path, kind.packing) as file:
+    with compressed_files.opened(path, kind.packing) as file:
         if kind.packing:
             for number, line in enumerate(file, 1):
                 yield f"{path}, line {number:,}", line

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from holmesjax.data import stores
+from holmesjax.data import object_stores
 from holmesjax.data.number_files import NumberFile
 from holmesjax.data.whole_digests import whole_digests
 from holmesjax.errors import DataError
@@ -134,7 +134,7 @@ class TokenFile:
         for path in (self.path, *self.hashes):
             digest.update(f"{path.stat().st_size}\n".encode())
         paths = [self.path, *(path for path in self.hashes if path != self.path)]
-        if stores.is_remote(self.path):
+        if object_stores.is_remote(self.path):
             found = [self.hashes.get(path) or hash_of(path) for path in paths]
         else:
             found = whole_digests(paths)
@@ -167,8 +167,8 @@ def hash_of(path: Path) -> str:
 
 def update(digest: Any, path: Path) -> None:
     """Adds the content of a file to a digest."""
-    with stores.open_file(path) as file:
-        while content := file.read(stores.AHEAD_BYTES):
+    with object_stores.open_file(path) as file:
+        while content := file.read(object_stores.AHEAD_BYTES):
             digest.update(content)
 
 

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from holmesjax.config import DataConfig
-from holmesjax.data import stores
+from holmesjax.data import object_stores
 from holmesjax.data.corpus_files import HIDDEN, LeftOut, kind_of
 from holmesjax.data.number_files import NumberFile, SortedNumbers
-from holmesjax.data.stores import RangeFile
+from holmesjax.data.object_stores import RangeFile
 from holmesjax.data.token_files import DTYPES, FORMAT, JOB, LOCK, STARTS, TokenFile, wrong
 from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.data.whole_digests import FOLDER
@@ -39,9 +39,9 @@ LLM_C = {struct.pack("<ii", 20240520, 1): "<u2", struct.pack("<ii", 20240801, 7)
 
 def find(config: DataConfig) -> list[TokenFile]:
     """The files that a run names, by their names. Raises DataError for one that is damaged."""
-    path = stores.path_of(config.corpus)
+    path = object_stores.path_of(config.corpus)
     try:
-        stores.ask(path)
+        object_stores.ask(path)
         if path.is_dir():
             _refuse_unfinished(path)
             names = sorted(own.name for own in path.iterdir() if not own.name.startswith("."))
@@ -50,25 +50,25 @@ def find(config: DataConfig) -> list[TokenFile]:
                 shown = ", ".join(names[:8]) or "nothing"
                 fix = "make them with python -m launch tokenize, or name another folder"
                 raise DataError("data.corpus", f"{path} has no .bin", found=shown, fix=fix)
-            return stores.each(lambda each: _open(each, config.dtype), found, path)
+            return object_stores.each(lambda each: _open(each, config.dtype), found, path)
         if not path.exists():
             fix = "name a folder with files of tokens, or one file .bin or .npy"
-            raise stores.absent(config.corpus, fix)
+            raise object_stores.absent(config.corpus, fix)
         named = path if path.suffix == ".npy" else path.with_suffix(".bin")
         if not named.exists():
             fix = "turn it into tokens (python -m launch tokenize), or name files .bin or .npy"
             found_here = f"{path}, and no {named.name} beside it"
             raise DataError("data.corpus", "is no file of tokens", found=found_here, fix=fix)
         return [_open(named, config.dtype)]
-    except stores.errors() as error:
+    except object_stores.errors() as error:
         name = getattr(error, "filename", None) or path
-        fix, found_here = "make it readable", f"{name}: {stores.said_by(error)}"
+        fix, found_here = "make it readable", f"{name}: {object_stores.said_by(error)}"
         raise DataError("data.corpus", "cannot be read", found=found_here, fix=fix) from None
 
 
 def left_out(config: DataConfig, files: Sequence[TokenFile]) -> LeftOut:
     """The rest of a folder, besides files of tokens and what belongs to them."""
-    found, root = LeftOut(), stores.path_of(config.corpus)
+    found, root = LeftOut(), object_stores.path_of(config.corpus)
     if not root.is_dir():
         return found
     own = {file.path.with_suffix(end).name for file in files for end in BESIDE}
@@ -111,7 +111,7 @@ def _open(path: Path, dtype: str | None) -> TokenFile:
         return _open_own(path, beside)
     if (beside := path.with_suffix(".idx")).is_file():
         return _open_megatron(path, beside)
-    with stores.open_file(path) as file:
+    with object_stores.open_file(path) as file:
         head = file.read(LLM_C_BYTES)
         if head.startswith(NUMPY):
             file.seek(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import hub_names
-from holmesjax.data import extras
+from holmesjax.data import optional_packages
 from holmesjax.errors import AbsentDataError, DataError
 from holmesjax.files import json_text
 
@@ -156,4 +156,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def extra(name: str) -> contextlib.AbstractContextManager[None]:
     """Says how to install a package of the extra `tokenizers` whose import inside fails."""
-    return extras.package(name, extra="tokenizers", where=WHERE)
+    return optional_packages.package(name, extra="tokenizers", where=WHERE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmesjax.config import DataConfig
-from holmesjax.data import document_formats, stores, tokenizer_files, tokenizing
+from holmesjax.data import document_formats, object_stores, tokenizer_files, tokenizing
 from holmesjax.data.documents import Wanted
 from holmesjax.data.tokenizer_files import padded
 from holmesjax.data.tokenizer_paths import MAIN, extra
@@ -64,7 +64,7 @@ def train(
     say("looking at the corpus")
     try:
         corpus = document_formats.found(config)
-    except stores.errors() as error:
+    except object_stores.errors() as error:
         raise tokenizing.unreadable(error, config.corpus) from None
     files = [file.path for file in corpus.files]
     wanted = Wanted(column=column, is_picked=config.pattern is not None)
@@ -99,7 +99,7 @@ def _texts(files: Sequence[Path], wanted: Wanted) -> Iterator[str]:
                     problem, fix = "is tokens already", "name a field or column of text by --column"
                     raise DataError(where, problem, found=f"{len(found):,} numbers", fix=fix)
                 yield found
-        except stores.errors() as error:
+        except object_stores.errors() as error:
             raise tokenizing.unreadable(error, path) from None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from holmesjax.config import BYTES, DataConfig
-from holmesjax.data import document_formats, stores, token_files, tokenizer_files
+from holmesjax.data import document_formats, object_stores, token_files, tokenizer_files
 from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.documents import Documents, FilePart, Wanted
 from holmesjax.data.tokenizer_files import FileTokenizer
@@ -96,8 +96,10 @@ def tokenize(
             warn(f"left out: {left_out}")
         plan = _plan([file.path for file in corpus.files], shard_bytes, warn)
         paths = {piece.path for own in plan for piece in own}
-        changed = {path: stores.version_of(stores.path_of(path)) for path in sorted(paths)}
-    except stores.errors() as error:
+        changed = {
+            path: object_stores.version_of(object_stores.path_of(path)) for path in sorted(paths)
+        }
+    except object_stores.errors() as error:
         raise unreadable(error, config.corpus) from None
     names = [f"shard-{i:05d}" for i in range(len(plan))]
     inputs = hashlib.sha256(json.dumps([plan, changed, wanted]).encode()).hexdigest()
@@ -232,14 +234,14 @@ def _work(shard: Shard) -> tuple[dict[str, Any], bool, dict[str, str] | None]:
         return said or write_shard(shard), said is not None, None
     except DataError as error:
         return {}, False, error.parts()
-    except stores.errors() as error:
+    except object_stores.errors() as error:
         return {}, False, unreadable(error, shard.out).parts()
 
 
 def unreadable(error: Exception, where: object) -> DataError:
     """The refusal of a file that the system cannot read, or a folder that it cannot write."""
     place, fix = getattr(error, "filename", None) or where, "make room, or make it readable"
-    words = stores.said_by(error)
+    words = object_stores.said_by(error)
     return DataError(str(place), "cannot be read or written", found=words, fix=fix)
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from holmesjax.config import BYTES, Config, DataConfig
-from holmesjax.data import packing, stores, text, token_formats, tokenizer_files
+from holmesjax.data import object_stores, packing, text, token_formats, tokenizer_files
 from holmesjax.data.packing import DocumentRange, Spans
 from holmesjax.data.sources import (
     HELD_OUT,
@@ -109,7 +109,7 @@ def read(config: DataConfig, length: int) -> Splits:
     files = token_formats.find(config)
     limit = _limit_of(config, files)
     root = files[0].path
-    found = stores.each(TokenFile.digest, files, root)
+    found = object_stores.each(TokenFile.digest, files, root)
     digests = {file.path.name: digest for file, digest in zip(files, found, strict=True)}
     train, validation = _cut(files, config.validation_fraction)
 
@@ -124,13 +124,13 @@ def read(config: DataConfig, length: int) -> Splits:
             Spans([_documents_of(part, config, limit) for part in parts]),
             length,
             digest(parts),
-            beside=None if stores.is_remote(root) else root.parent,
+            beside=None if object_stores.is_remote(root) else root.parent,
         )
 
     return Splits(
         train=sequences(train),
         validation=sequences(validation),
-        place=stores.whole(stores.path_of(config.corpus)),
+        place=object_stores.whole(object_stores.path_of(config.corpus)),
         digests={"train": digest(train), "validation": digest(validation)},
         files=digests,
         left_out=token_formats.left_out(config, files).words,
@@ -175,7 +175,7 @@ def look(config: Config) -> None:
             problem = f"must be at least {own}: {file.path} may have tokens up to {own - 1}"
             fix = f"use {tokenizer_files.padded(own)}, the next multiple of {tokenizer_files.UNIT}"
             raise ConfigError("model.vocab_size", problem, found=config.model.vocab_size, fix=fix)
-    stores.each(lambda file: file.check_blocks(_limit(file, limit)), files, files[0].path)
+    object_stores.each(lambda file: file.check_blocks(_limit(file, limit)), files, files[0].path)
     num_batches = {TRAIN: 1, HELD_OUT: train.eval_batches if train.eval_every else 0}
     length, batch = config.model.context_length, train.global_batch
     sizes = [len(FileWindows(own, length, limit)) for own in _cut(files, data.validation_fraction)]

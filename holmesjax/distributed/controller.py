@@ -5,7 +5,7 @@ also says what the member does, and what it waits for.
 
 The controller runs in the launcher. It needs no JAX, and carries scalars and words only: arrays go
 from process to process (`tcp`). An end that hears nothing for the heartbeat timeout knows that the
-other is gone. A connection that is lost while both live is made anew (`seats`, `member_link`).
+other is gone. A connection that is lost while both live is made anew (`member_link`).
 """
 
 import queue
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
+from holmesjax.distributed.member_records import Seat
 from holmesjax.distributed.messages import (
     BEATS,
     PROTOCOL,
@@ -45,7 +46,6 @@ from holmesjax.distributed.messages import (
     Warned,
     decode_of_member,
 )
-from holmesjax.distributed.seats import Seat
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import computing
 from holmesjax.plan.processes import Process

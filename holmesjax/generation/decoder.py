@@ -21,7 +21,7 @@ from holmesjax.checkpoints import restoring
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Kind, Parameter
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import key_cache

@@ -24,10 +24,7 @@ import numpy as np
 
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import kernel_check, nccl
-from holmesjax.hosts.computing import PACKAGES, installed, source_digest
-from holmesjax.hosts.nics import Host
-from holmesjax.hosts.process_environment import ProcessEnvironment
-from holmesjax.hosts.questions import (
+from holmesjax.hosts.agent_messages import (
     BETWEEN_AGENTS,
     QUESTIONS,
     AgentHello,
@@ -55,6 +52,9 @@ from holmesjax.hosts.questions import (
     Send,
     SendTimes,
 )
+from holmesjax.hosts.computing import PACKAGES, installed, source_digest
+from holmesjax.hosts.nics import Host
+from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.transport import connections as wire
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection

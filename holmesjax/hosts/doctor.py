@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holmesjax import units
-from holmesjax.hosts.questions import KernelFacts, NicFacts, NoAnswer, NodeFacts
+from holmesjax.hosts.agent_messages import KernelFacts, NicFacts, NoAnswer, NodeFacts
 from holmesjax.topology import windows
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Node, Topology

@@ -26,7 +26,7 @@ from holmesjax.hugging_face import (
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places
-from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.model_layers import EMBED
 
 KEPT = "hugging_face"  # in a run folder: the files of a folder that are not its weights

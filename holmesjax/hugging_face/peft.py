@@ -26,7 +26,7 @@ from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.export import Layer, whole_folder
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, adapter_places
-from holmesjax.layer_specs.boxes import Box
+from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.model_layers import block_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

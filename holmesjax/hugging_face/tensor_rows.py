@@ -8,7 +8,7 @@ import numpy as np
 from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place
-from holmesjax.layer_specs.boxes import Box, shape_of, within
+from holmesjax.layer_specs.array_boxes import Box, shape_of, within
 
 ALIGNMENT = 64  # bytes
 MAX_BYTES = 4 << 20  # that are read or written at a time

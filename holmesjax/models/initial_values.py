@@ -21,7 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from holmesjax.layer_specs.boxes import Box, shape_of
+from holmesjax.layer_specs.array_boxes import Box, shape_of
 from holmesjax.layer_specs.kind import Normal, Uniform
 
 BLOCK = 1 << 16  # values of a thread at a time: they stay in its cache

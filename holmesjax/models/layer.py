@@ -17,7 +17,7 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layer_specs.boxes import Box, shape_of
+from holmesjax.layer_specs.array_boxes import Box, shape_of
 from holmesjax.layer_specs.kind import Constant, Drawn, Kind, Parameter
 from holmesjax.layer_specs.model_layers import cached, import_object, layers
 from holmesjax.models import initial_values, ops

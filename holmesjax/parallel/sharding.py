@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from holmesjax.layer_specs.boxes import Box, from_index, num_elements, within
+from holmesjax.layer_specs.array_boxes import Box, from_index, num_elements, within
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Parameter
 from holmesjax.plan.plan import Axis
 

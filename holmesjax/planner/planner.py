@@ -1,7 +1,13 @@
 """Topology + config -> plan: which devices hold which layers, and how long a step takes.
 
 `search` finds the layout, and `assembly` makes a plan of it. `refusals` and `memory_refusal` say
-why there is no plan.
+why there is no plan. The words of this package:
+
+    pool        devices of one cluster that stages may be cut from: all of them, or those of a kind
+    segment     consecutive stages on one pool, with equal meshes
+    slot        the place of one stage in a segment
+    assignment  the segments in the order of the pipeline, and the layers of each stage
+    offer       what a stage of a pool costs with some settings, for each mesh that it may have
 """
 
 import dataclasses

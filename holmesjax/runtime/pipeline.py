@@ -25,8 +25,8 @@ from holmesjax.runtime.chunk import Chunk, ChunkState, Tree
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.end_of_step import Metrics, auxiliary, sums_of_layers
 from holmesjax.runtime.in_flight import TasksAhead
-from holmesjax.runtime.meanwhile import BUSY, Meanwhile
 from holmesjax.runtime.microbatch import Batch, Residuals, Values
+from holmesjax.runtime.overlapped_work import BUSY, OverlappedWork
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
 from holmesjax.runtime.stage_crossings import above, below, crossings, local_targets
@@ -101,7 +101,7 @@ class Pipeline:
         states: Sequence[ChunkState],
         inputs: Inputs,
         timeline: Timeline,
-        meanwhile: Meanwhile = BUSY,
+        meanwhile: OverlappedWork = BUSY,
     ) -> tuple[list[ChunkState], Metrics]:
         """One optimizer step on the global batch; the old states are donated."""
         count = len(next(iter(inputs.microbatches.values())))

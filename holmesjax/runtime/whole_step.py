@@ -9,7 +9,7 @@ from holmesjax.parallel import sharding
 from holmesjax.runtime.chunk import ChunkState
 from holmesjax.runtime.end_of_step import Metrics
 from holmesjax.runtime.in_flight import TasksAhead
-from holmesjax.runtime.meanwhile import BUSY, Meanwhile
+from holmesjax.runtime.overlapped_work import BUSY, OverlappedWork
 from holmesjax.runtime.prefetch import Inputs, Placer
 from holmesjax.runtime.programs import Programs
 from holmesjax.runtime.timeline import Timeline
@@ -31,7 +31,7 @@ class WholeStep:
         states: Sequence[ChunkState],
         inputs: Inputs,
         timeline: Timeline,
-        meanwhile: Meanwhile = BUSY,
+        meanwhile: OverlappedWork = BUSY,
     ) -> tuple[list[ChunkState], Metrics]:
         chunk = self._programs.chunk
         weight = sharding.put(

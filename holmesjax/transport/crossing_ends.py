@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from holmesjax.layer_specs.boxes import Box, intersection, num_elements
+from holmesjax.layer_specs.array_boxes import Box, intersection, num_elements
 from holmesjax.parallel.sharding import from_axes
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process

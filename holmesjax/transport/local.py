@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from holmesjax.layer_specs.boxes import Box, from_index, intersection, shape_of, within
+from holmesjax.layer_specs.array_boxes import Box, from_index, intersection, shape_of, within
 from holmesjax.transport.crossings import Key
 
 

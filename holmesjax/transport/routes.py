@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from holmesjax.errors import PlanError
-from holmesjax.layer_specs.boxes import Box, intersection, num_elements
+from holmesjax.layer_specs.array_boxes import Box, intersection, num_elements
 from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.plan.processes import Process
 from holmesjax.transport.crossings import Crossing, Spec

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from holmesjax.errors import PeerError
-from holmesjax.layer_specs.boxes import Box, from_index, shape_of, within
+from holmesjax.layer_specs.array_boxes import Box, from_index, shape_of, within
 from holmesjax.parallel import first_calls, platforms
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process

@@ -12,7 +12,7 @@ from typing import cast
 
 from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import PeerError
-from holmesjax.hosts.questions import A, AgentHello, AskerHello, NoAnswer, Question
+from holmesjax.hosts.agent_messages import A, AgentHello, AskerHello, NoAnswer, Question
 from holmesjax.plan.processes import Process, node_processes
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections

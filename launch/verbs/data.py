@@ -14,7 +14,7 @@ import numpy as np
 
 from holmesjax import config as configs, job as jobs
 from holmesjax.config import Config
-from holmesjax.data import sources, stores, text, token_formats, tokenizing, tokens
+from holmesjax.data import object_stores, sources, text, token_formats, tokenizing, tokens
 from holmesjax.data.batches import ArrayRows, Batches, Rows
 from holmesjax.data.documents import Wanted
 from holmesjax.data.packing import PackedRows
@@ -82,7 +82,7 @@ def _refuse_runs(name: str) -> None:
 
 def _is_corpus(name: str) -> bool:
     """Tells whether documents or tokens are named, and neither a run file nor a run folder."""
-    if name == configs.PYTHON_STDLIB or stores.is_remote(name):
+    if name == configs.PYTHON_STDLIB or object_stores.is_remote(name):
         return True
     path = Path(name)
     if path.is_dir():
@@ -94,7 +94,7 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
     """Shows a corpus by itself. Documents become files of tokens in a folder that may go."""
     config = configs.load(SETTINGS, [*FOR_ANY, f"data.corpus={args.run}", *args.overrides])
     data, length, left_out, kinds = config.data, config.model.context_length, "", ""
-    if data.source == "tokens" and not _has_tokens(stores.path_of(args.run)):
+    if data.source == "tokens" and not _has_tokens(object_stores.path_of(args.run)):
         warn = lambda words: print(f"data: {words}", file=sys.stderr)
         wanted = Wanted(column=args.column)
         done = tokenizing.tokenize(data, folder, wanted=wanted, say=lambda done: None, warn=warn)

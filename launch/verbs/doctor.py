@@ -17,8 +17,7 @@ from holmesjax.config import Config, update_rules
 from holmesjax.costs import optimizer_state
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import doctor, kernel_check
-from holmesjax.hosts.doctor import Finding
-from holmesjax.hosts.questions import (
+from holmesjax.hosts.agent_messages import (
     Bind,
     CheckKernels,
     Inspect,
@@ -29,6 +28,7 @@ from holmesjax.hosts.questions import (
     Open,
     Reach,
 )
+from holmesjax.hosts.doctor import Finding
 from holmesjax.job import Job
 from holmesjax.plan.plan import Axis
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes

@@ -21,9 +21,7 @@ from holmesjax.costs import collective_times
 from holmesjax.errors import ConfigError, Mistakes, PeerError
 from holmesjax.files import yaml_files
 from holmesjax.hosts import probe
-from holmesjax.hosts.doctor import Finding
-from holmesjax.hosts.probe import Phase, Step, Way
-from holmesjax.hosts.questions import (
+from holmesjax.hosts.agent_messages import (
     A,
     Bind,
     Book,
@@ -35,6 +33,8 @@ from holmesjax.hosts.questions import (
     Question,
     Send,
 )
+from holmesjax.hosts.doctor import Finding
+from holmesjax.hosts.probe import Phase, Step, Way
 from holmesjax.topology import loading, saving
 from holmesjax.topology.machines import Cluster, Collective, Link, Measured, Topology
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds

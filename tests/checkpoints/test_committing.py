@@ -7,8 +7,9 @@ import pytest
 
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.commit_alarm import FIELD, CommitAlarm
-from holmesjax.checkpoints.committing import Due, Saves
+from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.config import CheckpointConfig
 from holmesjax.errors import CheckpointError, Mistakes
 
@@ -16,7 +17,7 @@ ARRAYS = {"x": {"part": "part_0", "dtype": "float32", "shape": [2]}}
 
 
 def saved_steps(config, *, step_s, num_steps=20):
-    due = Due(config, clock=lambda: now_s)
+    due = SaveSchedule(config, clock=lambda: now_s)
     found = []
     for step in range(1, num_steps + 1):
         now_s = 1e6 + step * step_s

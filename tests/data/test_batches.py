@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from holmesjax import config as configs, job as jobs
 from holmesjax.config import DataConfig
-from holmesjax.data import corpus, document_formats, stores, text
+from holmesjax.data import corpus, document_formats, object_stores, text
 from holmesjax.data.batches import Batches, Rows, model_inputs
 from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.corpus import Corpus
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def fail(path, cache=""):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(stores, "open_file", fail)
+    monkeypatch.setattr(object_stores, "open_file", fail)
     with pytest.raises(DataError, match=r"a\.py: cannot be read"):
         corpus.read(DataConfig(corpus=str(tmp_path)))
 

@@ -5,7 +5,7 @@ import pytest
 
 from holmesjax.data import number_files
 from holmesjax.data.number_files import NumberFile, SortedNumbers
-from holmesjax.data.stores import RangeFile
+from holmesjax.data.object_stores import RangeFile
 
 
 @pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 5000])

@@ -9,7 +9,7 @@ import pytest
 
 from holmesjax.data import whole_digests as module
 from holmesjax.data.number_files import NumberFile
-from holmesjax.data.stores import RangeFile
+from holmesjax.data.object_stores import RangeFile
 from holmesjax.data.token_files import TokenFile
 from holmesjax.data.whole_digests import read_bytes, whole_digests
 from holmesjax.errors import DataError

@@ -18,7 +18,11 @@ import pytest
 from jax._src.lib import _jax  # its coordinator by itself, without a job
 
 from holmesjax.config import DistributedConfig
-from holmesjax.distributed import controller as controllers_end, member as members_end, seats
+from holmesjax.distributed import (
+    controller as controllers_end,
+    member as members_end,
+    member_records,
+)
 from holmesjax.distributed.controller import Controller, differences
 from holmesjax.distributed.member import ClockOffset, Member
 from holmesjax.distributed.messages import (
@@ -74,7 +78,7 @@ def clock(monkeypatch):
     times = SimpleNamespace(
         monotonic=lambda: clock.now_s, perf_counter=time.perf_counter, sleep=sleep
     )
-    for module in (controllers_end, members_end, connection_loop, seats):
+    for module in (controllers_end, members_end, connection_loop, member_records):
         monkeypatch.setattr(module, "time", times)
     for module in (controllers_end, members_end):
         monkeypatch.setattr(module, "BEATS", 400)
@@ -597,7 +601,7 @@ def test_a_member_that_does_not_come_back_is_lost_after_a_moment(controller, mem
     wait_until(lambda: seat.away_until_s is not None)
     question = controller.ask()
     assert 1 in controller.unanswered(question)  # it may still come back
-    clock.now_s += seats.RETURN_S - 0.1
+    clock.now_s += member_records.RETURN_S - 0.1
     time.sleep(0.2)
     assert controller.events.empty()
     clock.now_s += 0.2

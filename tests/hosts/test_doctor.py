@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from holmesjax import job as jobs
 from holmesjax.hosts import doctor
-from holmesjax.hosts.questions import FolderFacts, KernelFacts, NicFacts, NoAnswer, NodeFacts
+from holmesjax.hosts.agent_messages import FolderFacts, KernelFacts, NicFacts, NoAnswer, NodeFacts
 from holmesjax.plan.processes import domain_fabric, fabric_between
 from holmesjax.topology import loading
 from launch.verbs import doctor as verb

@@ -100,7 +100,7 @@ DATA = (
     ),
     Bug(
         name="cut-stream-for-whole",
-        module="holmesjax.data.packed_files",
+        module="holmesjax.data.compressed_files",
         old='raise wrong("it ends inside of a frame")',
         new="return",
         wrong="a compressed file that is cut off gives fewer documents, without a word",
@@ -128,7 +128,7 @@ DATA = (
     ),
     Bug(
         name="short-read",
-        module="holmesjax.data.stores",
+        module="holmesjax.data.object_stores",
         old="if len(found) < count:",
         new="if len(found) < 0:",
         wrong="a file of tokens that shrinks gives short windows, and no message",

@@ -143,7 +143,7 @@ JOBS = (
     ),
     Bug(
         name="a-message-twice",
-        module="holmesjax.distributed.seats",
+        module="holmesjax.distributed.member_records",
         old="position = Position(messages=self.received)",
         new="position = Position(messages=self.received - 1)",
         wrong="a member that comes back says its last message again",
@@ -153,7 +153,7 @@ JOBS = (
     ),
     Bug(
         name="anybody-goes-on",
-        module="holmesjax.distributed.seats",
+        module="holmesjax.distributed.member_records",
         old="if hello.session != self.session:",
         new="if False:",
         wrong="a process that has started again takes the place of the lost one",

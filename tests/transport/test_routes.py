@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from holmesjax.errors import PlanError
-from holmesjax.layer_specs.boxes import intersection, within
+from holmesjax.layer_specs.array_boxes import intersection, within
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import Process
 from holmesjax.transport import routes

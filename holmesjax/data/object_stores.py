@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from holmesjax import hub_names
-from holmesjax.data import extras
+from holmesjax.data import optional_packages
 from holmesjax.errors import AbsentDataError, DataError, UnreadDataError
 
 SCHEMES = ("s3", "gs")
@@ -51,7 +51,7 @@ def path_of(name: str | Path) -> Path:
         fix = hub_names.fix(str(name), fix, folder="corpora")
         raise DataError(str(name), "is in no store that is known", found=scheme, fix=fix)
     client = {"s3": "s3fs", "gs": "gcsfs"}[scheme]
-    with extras.package(client, extra=scheme, where=str(name)):
+    with optional_packages.package(client, extra=scheme, where=str(name)):
         import upath
 
         if scheme == "s3":

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from holmesjax.hosts import agent
-from holmesjax.hosts.process_environment import ProcessEnvironment
-from holmesjax.hosts.questions import (
+from holmesjax.hosts.agent_messages import (
     BETWEEN_AGENTS,
     MAX_ARRAY_BYTES,
     QUESTIONS,
@@ -19,6 +18,7 @@ from holmesjax.hosts.questions import (
     NodeFacts,
     Send,
 )
+from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.transport.records import by_kind, decode, encode
 from tests.any_record import any_record, on_the_wire
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from holmesjax.data import extras, stores
+from holmesjax.data import object_stores, optional_packages
 from holmesjax.data.documents import damaged, no_text
 
 CHUNK = 2**20  # bytes of a packed file that are read at once
@@ -77,7 +77,7 @@ def without_endings(name: str) -> str:
 @contextlib.contextmanager
 def opened(path: Path, packing: Packing, cache: str = "readahead") -> Iterator[BinaryIO]:
     """A file without its packings. Reading raises DataError where it is cut off or damaged."""
-    with stores.open_file(path, cache) as file:
+    with object_stores.open_file(path, cache) as file:
         own: BinaryIO = file
         for name in packing:
             own = io.BufferedReader(_Pieces(_unpacked(own, name, str(path))), CHUNK)
@@ -98,7 +98,7 @@ def _decompressor(packing: str, where: str) -> tuple[Callable[[], Any], tuple[An
         return lzma.LZMADecompressor, (lzma.LZMAError,)
     if packing == "bzip2":
         return bz2.BZ2Decompressor, (OSError, ValueError)
-    with extras.package("zstandard", extra="zstd", where=where):
+    with optional_packages.package("zstandard", extra="zstd", where=where):
         import zstandard
     make = lambda: zstandard.ZstdDecompressor(max_window_size=WINDOW).decompressobj()
     return make, (zstandard.ZstdError,)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(kw_only=True)
-class Meanwhile:
+class OverlappedWork:
     """The work of a process in a step while it has nothing to dispatch.
 
     Args:
@@ -18,4 +18,4 @@ class Meanwhile:
     idle: Callable[[], None] = lambda: None
 
 
-BUSY = Meanwhile()  # nothing
+BUSY = OverlappedWork()  # nothing

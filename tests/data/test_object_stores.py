@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from holmesjax.config import DataConfig
-from holmesjax.data import chat, document_formats, stores, text, tokens
+from holmesjax.data import chat, document_formats, object_stores, text, tokens
 from holmesjax.data.documents import Wanted
 from holmesjax.errors import DataError
 from tests.data import test_document_formats as formats, test_token_files as files
@@ -30,7 +30,7 @@ def put(store, folder, name):
     [formats.write_jsonl, formats.write_jsonl_gz, formats.write_jsonl_zst, formats.write_parquet],
 )
 def test_a_format_is_read_in_a_store_as_it_is_here(store, tmp_path, write):
-    path = stores.path_of(put(store, write(tmp_path), write(tmp_path).name))
+    path = object_stores.path_of(put(store, write(tmp_path), write(tmp_path).name))
     parts = [part for part, _ in document_formats.cut(path, 10_000)]
     found = [own for part in parts for _, own in document_formats.read(part, Wanted())]
     assert found == formats.TEXTS
@@ -95,7 +95,7 @@ def test_an_object_that_changes_or_vanishes_while_it_is_read_is_named(store, tmp
     there = put(store, tmp_path, "changing")
     train = read(there, 0.0).train
     store.put(str(path), "corpora/changing/a.bin")  # the same content is the same object
-    stores._block.cache_clear()
+    object_stores._block.cache_clear()
     train[0]
     files.overwrite(".bin", 200_000, b"\7")(path)
     store.put(str(path), "corpora/changing/a.bin")
