@@ -62,6 +62,7 @@ PLACES = [
     "launch.loop_watch",
     "launch.watchdog",
     "launch.stop_requests",
+    "launch.attempt",
     "launch.supervisor",
     "launch.generation_job",
     "launch.lab_machine",
