@@ -111,7 +111,7 @@ def serve(num_members: int, pipe: Pipe) -> None:
             if isinstance(event.record, Compiled):
                 if agreement.take(event.process, event.record):
                     most = max(most, resident_bytes())
-                    controller.broadcast(Go())
+                    controller.broadcast(Go(epoch=1))
             elif isinstance(event.record, Done):
                 num_done += 1
             elif not isinstance(event.record, Up):

@@ -14,7 +14,7 @@ REQUEUE = 75  # EX_TEMPFAIL: what batch schedulers take for "start me again"
 # Errors of the operating system that stay until somebody changes a name or a permission.
 FINAL = (
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
-    *(errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ESPIPE),
 )
 
 

@@ -155,6 +155,11 @@ def _run(args: argparse.Namespace) -> int:
     except HolmesError as error:
         _say(error)
         return error.exit_status
+    except ValueError as error:
+        if refused := jax_settings.refusal(error, os.environ):
+            _say(refused)
+            return refused.exit_status
+        raise
     except KeyboardInterrupt:  # before there was anything to save
         return 130
 

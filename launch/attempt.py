@@ -215,7 +215,7 @@ class Attempt:
                 self._controller,
                 run_dir=self._job.run_dir,
                 key_file=self._key_file,
-                variables={**self._variables, "HOLMES_EPOCH": str(self._lease.epoch)},
+                variables=self._variables,
                 restart=self._restart,
             )
             watched.enter_context(self._loop_watch)
@@ -385,7 +385,7 @@ class Attempt:
             print("".join(f"{line}\n" for line in lines), end="", flush=True)
             self._data.update(data)
             self._unsave = lambda: None  # the run goes on with what was saved
-            self._controller.broadcast(Go())
+            self._controller.broadcast(Go(epoch=self._lease.epoch))
 
     def _events(self, for_s: float) -> Iterator[ProcessEvent]:
         """Yields the events of the next seconds; output goes to the logs alone."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holmesjax.errors import HolmesError
+from holmesjax.files import regular_files
 from holmesjax.plan.processes import Process
 from launch.device_hangs import DeviceHang
 
@@ -71,7 +72,7 @@ class ProcessLogs:
             self._last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
         path = self.path(number)
         try:
-            with path.open("a") as file:
+            with regular_files.open_file(path, "a") as file:
                 if dropped := self._num_dropped.get(number, 0):
                     file.write(f"[{dropped} lines are missing: they could not be written]\n")
                 file.write(line + "\n")

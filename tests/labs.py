@@ -1,6 +1,11 @@
 """The needs of tests that build a lab on this machine."""
 
+import contextlib
+import os
+import re
+import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +23,20 @@ def _missing() -> str | None:
 
 
 needs_lab = pytest.mark.skipif(bool(missing := _missing()), reason=missing or "")
+
+
+def left_behind(id: str) -> list[str]:
+    """The traces of a lab of this name on this machine."""
+    lab = f"holmes-{id}"
+    found = [name for name in os.listdir("/var/run/netns") if name.partition(".")[0] == lab]
+    found += [str(p) for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(lab)]
+    found += [str(p) for p in Path("/run/holmesjax").glob(id)]
+    made = re.compile(r"n\d+-(eth|fast)|br-(eth|eth-\d+|\d)|(up|down)\d+")
+    found += [name for _, name in socket.if_nameindex() if made.fullmatch(name)]
+    for path in Path("/proc").glob("[0-9]*/cgroup"):
+        with contextlib.suppress(OSError):
+            found += [str(path)] * (f"/{lab}/" in path.read_text())
+    return found
+
+
+CLUSTERS = {"a": (1, 1), "b": (1,)}

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def shards(stage, state):
+def shards(chunk, state):
     """array -> box -> SHA-256 of what is there, of the devices of this process."""
     from holmesjax.checkpoints import restoring
 
@@ -34,8 +34,8 @@ def digests_of(state):
     return digests.of(restoring.flatten(state))
 
 
-def make_stage():
-    from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+def make_chunk():
+    from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
     # On four devices all but the norms are cut, over two axes; on more processes or fewer alike.
     return make_chunks(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]
@@ -68,9 +68,9 @@ def main(rank, num_processes, port):
     counted(initial_values, "draw", "drawn", np.size)
     for name in ("assert_equal", "broadcast_one_to_all", "process_allgather"):
         counted(multihost_utils, name, "compared")
-    stage = make_stage()
-    state = stage.init(3)
-    said = {**counts, "shards": shards(stage, state), "digests": digests_of(state), "keys": keys}
+    chunk = make_chunk()
+    state = chunk.init(3)
+    said = {**counts, "shards": shards(chunk, state), "digests": digests_of(state), "keys": keys}
     print(json.dumps(said), flush=True)
     jax.distributed.shutdown()
 

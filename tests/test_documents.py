@@ -29,6 +29,7 @@ from launch.launchers import kubernetes, slurm
 from launch.launchers.kubernetes_options import KubernetesOptions, PodOptions, Toleration
 from launch.launchers.slurm_options import SlurmOptions
 from tests.clusters import PLANS, golden_plan
+from tests.pages import PAGES
 
 RUN_FILES = sorted(CHECKOUT.glob("configs/r[ue]*s/*.yaml"))
 README = (CHECKOUT / "README.md").read_text()
@@ -41,11 +42,6 @@ for file in sorted(CHECKOUT.glob("[hklb]*/**/*.py")):
     SOURCES[file.stem] = SOURCES.get(file.stem, "") + file.read_text()
 SETTINGS = {field.name: field.type for field in dataclasses.fields(configs.Config)}
 SECTIONS = "".join(text for name, text in SOURCES.items() if name.endswith("sections"))
-PAGES = [
-    *(CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted(CHECKOUT.glob("docs/*.md")),
-    *sorted(CHECKOUT.glob("docs/design/*.md")),
-]
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)

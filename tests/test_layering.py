@@ -210,3 +210,16 @@ def test_the_design_has_every_package_in_its_order():
     rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert named == [place.removeprefix("holmesjax.") for place in PLACES]
+
+
+def test_no_test_module_imports_from_another():
+    """What several tests need is in a module that says what it makes."""
+    is_test = lambda name: re.fullmatch(r"tests\.(\w+\.)*test_\w+(\.\w+)?", name)
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for place in ("tests", "benchmarks", "docs")
+        for file in ROOT.glob(f"{place}/**/*.py")
+        for name in imports_of(parsed(file))
+        if is_test(name)
+    ]
+    assert not wrong

@@ -19,7 +19,7 @@ from holmesjax.models.own_model import Random, layers_of
 from holmesjax.trainer import Trainer
 from holmesjax.training_setup import read_batches
 from tests.jobs import ROOT, write_run
-from tests.models.test_own_model import initial
+from tests.own_model_steps import initial
 
 PAGE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/your_own_*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

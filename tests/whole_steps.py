@@ -16,7 +16,7 @@ from holmesjax.plan.plan import Plan
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.pipeline import in_one_process
 from holmesjax.runtime.whole_step import WholeStep
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks
+from tests.hand_made_plans import hand_made_plan, make_chunks
 
 # Heads of 64 numbers are whole blocks of int8, and together wider than the model. The parts of the
 # feed-forward of "llama" on two devices are blocks and a half.
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     schedule: str = "1f1b"  # which also stands for those that run the same programs
     chunks: int = 1
     microbatches: int = 1
-    remat: str = "none"
+    checkpointing: str = "none"
     cross_entropy: str = "reference"
     moments: str = "float32"
     clip_norm: float | None = None
@@ -102,11 +102,11 @@ class Row(NamedTuple):
             schedule=self.schedule,
             chunks=self.chunks,
             microbatches=self.microbatches,
-            remat=self.remat,
+            checkpointing=self.checkpointing,
         )
 
     @property
-    def stages(self):
+    def made_chunks(self):
         kernels = KernelsConfig(attention="reference", cross_entropy=self.cross_entropy)
         return make_chunks(
             self.model, self.plan, config=self.optimizer, mask=self.mask, kernels=kernels
@@ -132,8 +132,8 @@ class Row(NamedTuple):
 @functools.cache
 def compiled(row: Row):
     """The programs of each chunk; of one stage, those of its whole step."""
-    stages = row.stages
-    return compile_chunks(stages) if len(stages) > 1 else compile_whole_step(stages[0])
+    made = row.made_chunks
+    return compile_chunks(made) if len(made) > 1 else compile_whole_step(made[0])
 
 
 def runner(row: Row, plan: Plan):

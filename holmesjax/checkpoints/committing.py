@@ -13,7 +13,7 @@ from typing import Any
 from holmesjax.checkpoints import manifest, skipped_data
 from holmesjax.checkpoints.resume import Start, settings
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.errors import CheckpointError
+from holmesjax.errors import PeerError
 from holmesjax.liveness.lease import Lease
 
 
@@ -94,10 +94,10 @@ class Saves:
             self._count(step, self._told.setdefault(step, _Told()), teller)
 
     def check(self, *, at_end: bool = False) -> None:
-        """Raises CheckpointError after two failures in a row; at the end also after one."""
+        """Raises PeerError after two failures in a row; at the end also after one."""
         if len(self._failures) < (1 if at_end else 2):
             return
-        raise CheckpointError(
+        raise PeerError(  # a disk may have room again
             str(self._run_dir / manifest.FOLDER),
             "a checkpoint could not be written",
             found=self._failures[-1],

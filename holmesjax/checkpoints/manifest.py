@@ -27,7 +27,7 @@ from typing import Any
 
 from holmesjax.checkpoints import committed
 from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, regular_files
 from holmesjax.files.whole_files import write_whole
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
@@ -92,7 +92,7 @@ def at(path: Path) -> Checkpoint:
     match = STEP.fullmatch(path.name)
     assert match, path
     try:
-        content = json_text.value_of((path / MANIFEST).read_text())
+        content = json_text.value_of(regular_files.read_text(path / MANIFEST))
     except (OSError, ValueError):
         content = None
     manifest = content if isinstance(content, dict) else {}
@@ -330,7 +330,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_files.opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # a little at a time
 
 

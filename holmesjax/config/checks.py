@@ -82,6 +82,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ("optimizer",): (
         training_checks.optimizer_is_possible,
         training_checks.muon_settings_are_for_muon,
+        training_checks.decay_keeps_signs,
         training_checks.function_is_for_optax,
         training_checks.schedule_has_one_unit,
         training_checks.decay_is_for_schedules_with_one,

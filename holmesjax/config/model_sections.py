@@ -17,6 +17,7 @@ from holmesjax.config.allowed_values import (
     NonNegative,
     NumLayers,
     Positive,
+    RotaryBase,
     Share,
     Text,
     Wide,
@@ -170,9 +171,9 @@ class ModelConfig:
     head_dim: Width | None = None  # width of a head. None: width / num_heads
     mlp_width: Wide | None = None  # width inside the feed-forward. None: 4 * width
     positions: Literal["learned", "rotary"] = "rotary"  # kind of position encoding
-    rotary_base: Positive = 10_000.0  # base of the wavelengths of rotary positions
+    rotary_base: RotaryBase = 10_000.0  # base of the wavelengths of rotary positions
     # Base of the wavelengths in a window_block, which are not scaled. None: as in other layers.
-    window_rotary_base: Positive | None = None
+    window_rotary_base: RotaryBase | None = None
     rotary_fraction: Share = 1.0  # share of a head's dims that are rotated, the first ones
     # Scaling of rotary positions for longer sequences.
     rotary_scaling: RotaryScalingConfig | None = None

@@ -30,6 +30,22 @@ def muon_settings_are_for_muon(optimizer: OptimizerConfig) -> Iterator[ConfigErr
             yield wrong(f"optimizer.{name}", problem, value, fix)
 
 
+def decay_keeps_signs(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
+    """A step takes rate * weight_decay of a parameter away; more than all of it turns its sign."""
+    own = {"optimizer": (optimizer.learning_rate, optimizer.weight_decay)}
+    for number, group in enumerate(optimizer.groups):
+        rate, decay = group.learning_rate, group.weight_decay
+        own[f"optimizer.groups[{number}]"] = (
+            optimizer.learning_rate if rate is None else rate,
+            optimizer.weight_decay if decay is None else decay,
+        )
+    for where, (rate, decay) in own.items():
+        if rate * decay > 1:
+            problem = f"times the learning rate {rate:g} must be at most 1: a step takes that share"
+            problem += " of a parameter away"
+            yield wrong(f"{where}.weight_decay", problem, decay, f"use {1 / rate:g} or less")
+
+
 def function_is_for_optax(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
     is_own, where = RULES[optimizer.name].takes_function, "optimizer.function"
     if is_own and optimizer.function is None:

@@ -14,6 +14,8 @@ from holmesjax.config.allowed_values import (
     NonNegative,
     NoSeconds,
     Positive,
+    Rate,
+    RateOrZero,
     Seed,
     Text,
     Tokens,
@@ -89,7 +91,7 @@ class ParameterGroupConfig:
     # slashes too. The first group whose pattern matches a parameter counts.
     pattern: Text
     # Their peak learning rate; with 0 they do not change. None: the learning rate of the section.
-    learning_rate: NonNegative | None = None
+    learning_rate: RateOrZero | None = None
     # Their weight decay, for norms and biases too. None: the weight decay of the section.
     weight_decay: NonNegative | None = None
 
@@ -99,7 +101,7 @@ class OptimizerConfig:
     """An optimizer with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
 
     name: Annotated[str, schema.OneOf(RULES, REFUSED)] = "adamw"  # name of the optimizer
-    learning_rate: Positive  # peak learning rate
+    learning_rate: Rate  # peak learning rate
     # The shape of the learning rate after the warm-up.
     schedule: Annotated[str, schema.OneOf(RATE_SCHEDULES)] = "cosine"
     # Whether the learning rate follows the number of updates or of tokens. The two differ where

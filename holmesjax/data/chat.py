@@ -37,7 +37,7 @@ from holmesjax.data import (
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
-from holmesjax.data.file_kinds import ARRAY, LINES
+from holmesjax.data.file_kinds import JSON
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer_files import FileTokenizer
@@ -126,7 +126,7 @@ def _files(config: DataConfig) -> CorpusFiles:
     found = corpus_files.found(config)
     files, other = [], found.left_out
     for file in found.files:
-        if file.kind.content in (LINES, ARRAY):
+        if file.kind.content in JSON:
             files.append(file)
         elif config.pattern is None:
             other.add(file.kind.words, file.name)

@@ -118,7 +118,7 @@ def _refuse_other(path: Path, kind: FileKind) -> None:
     if kind.content == file_kinds.TEXT and set(kind.packing) <= compressed_files.ENCODINGS:
         return
     fix = "turn the corpus into tokens (python -m launch tokenize) and use data.source=tokens"
-    if kind.content in (file_kinds.LINES, file_kinds.ARRAY):
+    if kind.content in file_kinds.JSON:
         fix += "; use data.source=chat if it has dialogues"
     fix += "; or choose other files by data.pattern"
     raise DataError(str(path), "is not read as text", found=kind.words, fix=fix)

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 from holmesjax.data import compressed_files
 from holmesjax.data.compressed_files import Packing
 from holmesjax.data.documents import damaged
+from holmesjax.files import json_text
 
 HEAD_BYTES = 2**16
 # What is read. A name in any other words is a kind that is not read.
 TEXT, LINES, ARRAY = "text", "JSON lines", "JSON array"
+OVER_LINES = "JSON over several lines"  # one object or more, each over several lines
+JSON = (LINES, ARRAY, OVER_LINES)
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
-READ = (TEXT, LINES, ARRAY, PARQUET, ARROW, ARRAY_RECORD)
+READ = (TEXT, *JSON, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
 
 MAGIC = {
@@ -50,7 +53,8 @@ PROMISES = {
 DECODER = json.JSONDecoder()
 KEY = rb'\{[ \t\r]*"(?:[^"\\]|\\.)*"[ \t\r]*:'  # the first of an object, in its line
 OBJECT = re.compile(rb"\s*" + KEY)
-OBJECTS = re.compile(rb"\s*\[\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
+OBJECT_OVER_LINES = re.compile(rb"\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
+OBJECTS = re.compile(rb"\s*\[" + OBJECT_OVER_LINES.pattern)
 
 
 class FileKind(NamedTuple):
@@ -125,7 +129,9 @@ def _content(head: bytes, *, is_whole: bool) -> str:
         return BINARY if is_of_both or is_rare else "UTF-16 without a mark"
     if _is_lines(head, is_whole=is_whole):
         return LINES
-    return ARRAY if _is_array(head, is_whole=is_whole) else TEXT
+    if _is_array(head, is_whole=is_whole):
+        return ARRAY
+    return OVER_LINES if _is_over_lines(head, is_whole=is_whole) else TEXT
 
 
 def _is_lines(head: bytes, *, is_whole: bool) -> bool:
@@ -152,4 +158,16 @@ def _is_array(head: bytes, *, is_whole: bool) -> bool:
         return True
     with contextlib.suppress(ValueError, RecursionError):
         return isinstance(json.loads(head), list)
+    return False
+
+
+def _is_over_lines(head: bytes, *, is_whole: bool) -> bool:
+    """Tells whether it is objects, each over several lines, and nothing else."""
+    head = head.removeprefix(b"\xef\xbb\xbf")
+    if not OBJECT_OVER_LINES.match(head):
+        return False
+    if not is_whole:
+        return True
+    with contextlib.suppress(ValueError):
+        return all(isinstance(value, dict) for value in json_text.values_of(head.decode()))
     return False

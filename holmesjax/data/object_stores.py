@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from holmesjax import hub_names
 from holmesjax.data import optional_packages
 from holmesjax.errors import AbsentDataError, DataError, UnreadDataError
+from holmesjax.files import regular_files
 
 SCHEMES = ("s3", "gs")
 AHEAD_BYTES = 2**22  # of an object that is read from its beginning
@@ -78,7 +79,7 @@ def ask(path: Path) -> None:
 def open_file(path: Path, cache: str = "readahead") -> BinaryIO:
     """Opens a file to read it; `cache` is one of fsspec's, for an object."""
     if not is_remote(path):
-        return path.open("rb")
+        return cast(BinaryIO, regular_files.open_file(path))
     opened = cast(Any, path).open("rb", cache_type=cache, block_size=AHEAD_BYTES)
     return cast(BinaryIO, opened)
 
@@ -98,7 +99,7 @@ class RangeFile:
             self._lock = threading.Lock()  # it has one place for all threads
             self.size = self._object.seek(0, os.SEEK_END)
         else:
-            self._here = os.open(path, os.O_RDONLY)
+            self._here = regular_files.opener(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._here)
             self.size = os.fstat(self._here).st_size
 

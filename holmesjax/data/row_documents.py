@@ -5,7 +5,7 @@ Each is read by the library that owns it, some rows at a time.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from holmesjax.data.documents import (
     null_among,
 )
 from holmesjax.errors import DataError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, regular_files
 
 ROWS = 256  # read at once
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of folders that `datasets` wrote
@@ -114,13 +114,15 @@ def _dataset(path: Path) -> Any:
         raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
     if _is_split(path):
         try:
-            names = list(map(str, json_text.value_of((path / SPLITS).read_bytes())["splits"]))
+            names = list(
+                map(str, json_text.value_of(regular_files.read_bytes(path / SPLITS))["splits"])
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise damaged(str(path / SPLITS), "list of splits", error) from None
         fix = f"name one of them: {path / names[0]}" if names else "copy it again"
         raise DataError(str(path), "has several splits", found=", ".join(names), fix=fix)
     for file in _arrows(path):
-        with file.open("rb") as content:
+        with regular_files.open_file(file) as content:
             _refuse_cut_off(content, str(file))
     with optional_packages.package("datasets", extra="hf", where=str(path)):
         import datasets
@@ -134,7 +136,7 @@ def _dataset(path: Path) -> Any:
 def _arrows(path: Path) -> list[Path]:
     """The files of rows. Raises DataError if one is missing."""
     try:
-        said = json_text.value_of((path / STATE).read_text())
+        said = json_text.value_of(regular_files.read_text(path / STATE))
         files = [path / own["filename"] for own in said["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(str(path / STATE), "list of files", error) from None
@@ -179,7 +181,7 @@ def read_arrow(part: FilePart, wanted: Wanted) -> Documents:
             raise damaged(part.path, "Arrow file", error) from None
 
 
-def _refuse_cut_off(file: BinaryIO, where: str) -> None:
+def _refuse_cut_off(file: IO[bytes], where: str) -> None:
     """Raises DataError for a stream of Arrow without its end, of which its reader says nothing."""
     size = file.seek(0, 2)
     file.seek(max(size - len(END), 0))

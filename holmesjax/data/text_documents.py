@@ -1,6 +1,7 @@
 """Documents in text, which may be packed: a file is one, or each object of its JSON."""
 
 import codecs
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from holmesjax.data import compressed_files, object_stores
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.documents import Documents, FilePart, Wanted, decoded, null_among
-from holmesjax.data.file_kinds import ARRAY, LINES, FileKind
+from holmesjax.data.file_kinds import ARRAY, JSON, LINES, OVER_LINES, FileKind
 from holmesjax.errors import DataError
 from holmesjax.files import json_text
 
@@ -27,7 +28,7 @@ def cut(path: Path, kind: FileKind, step: int) -> Iterator[tuple[int, int, int]]
 def read(part: FilePart, kind: FileKind, wanted: Wanted) -> Documents:
     """The documents of a part. Raises DataError for what is no text."""
     path = object_stores.path_of(part.path)
-    if kind.content in (LINES, ARRAY):
+    if kind.content in JSON:
         for where, found in objects(path, kind, part):
             yield where, _field(found, where, wanted.column)
         return
@@ -50,16 +51,34 @@ def whole(path: Path, kind: FileKind, option: str) -> bytes:
 def objects(path: Path, kind: FileKind, part: FilePart | None = None) -> Iterator[tuple[str, Any]]:
     """The values of JSON in a file, each with its place for messages. Raises DataError.
 
-    A part has the plain lines that begin in it. Packed lines and arrays are read as a whole.
+    A part has the plain lines that begin in it. Other JSON is read as a whole.
     """
     if kind.content == ARRAY:
         with compressed_files.opened(path, kind.packing) as file:
             found = from_json(file.read(), str(path))
         yield from ((f"{path}, item {number:,}", own) for number, own in enumerate(found))
         return
+    if kind.content == OVER_LINES:
+        with compressed_files.opened(path, kind.packing) as file:
+            yield from _over_lines(file.read(), str(path))
+        return
     for where, line in _lines(path, kind, part):
         if (own := line.removeprefix(codecs.BOM_UTF8)).strip():
             yield where, from_json(own, where)
+
+
+def _over_lines(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    found = json_text.values_of(decoded(content.removeprefix(codecs.BOM_UTF8), path))
+    for number in itertools.count(1):
+        where = f"{path}, object {number:,}"
+        try:
+            value = next(found, found)
+        except ValueError as error:
+            fix = "write an object a line"
+            raise DataError(where, "is no JSON", found=error, fix=fix) from None
+        if value is found:
+            return
+        yield where, value
 
 
 def _lines(path: Path, kind: FileKind, part: FilePart | None) -> Iterator[tuple[str, bytes]]:

@@ -17,7 +17,7 @@ from typing import Any
 from holmesjax import hub_names
 from holmesjax.data import optional_packages
 from holmesjax.errors import AbsentDataError, DataError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, regular_files
 
 WHERE = "data.tokenizer"
 MAIN, MODEL, RANKS = "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"
@@ -66,7 +66,7 @@ def find(path: str | Path) -> TokenizerFiles:
     try:
         if path.is_dir():
             return _in_folder(path)
-        with (main := path).open("rb") as file:
+        with regular_files.open_file(main := path) as file:
             head = file.read(4096)
     except OSError as error:
         fix = "name a folder or a file of a tokenizer, or bytes"
@@ -126,7 +126,7 @@ def copy(path: str | Path, folder: Path) -> None:
 def read(path: Path) -> bytes:
     """The bytes of a file. Raises DataError."""
     try:
-        return path.read_bytes()
+        return regular_files.read_bytes(path)
     except OSError as error:
         fix = "make it readable"
         raise DataError(str(path), "cannot be read", found=error.strerror, fix=fix) from None

@@ -30,6 +30,7 @@ from holmesjax.data.documents import Documents, FilePart, Wanted
 from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.data.tokenizer_paths import read_json
 from holmesjax.errors import ConfigError, DataError
+from holmesjax.files import regular_files
 from holmesjax.files.whole_files import write_whole
 
 BATCH_BYTES = 2**20  # of the texts that a library tokenizes at once
@@ -105,7 +106,7 @@ def tokenize(
     inputs = hashlib.sha256(json.dumps([plan, changed, wanted]).encode()).hexdigest()
     job = {"tokenizer": identity, "inputs": inputs, "shards": names}
     job |= {token_files.TOKENIZER_PATH: tokenizer_files.place(config.tokenizer)}
-    with (out / token_files.LOCK).open("w") as lock:
+    with regular_files.open_file(out / token_files.LOCK, "w") as lock:
         _lock(lock, out)
         _begin(out / token_files.JOB, job)
         for left in out.glob("*.tmp"):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from holmesjax.files import json_text
+from holmesjax.files import json_text, regular_files
 from holmesjax.files.whole_files import write_whole
 
 FOLDER = ".holmesjax"  # beside the files
@@ -67,7 +67,7 @@ def _try(path: Path) -> str | None:
 
 def _read(path: Path) -> str:
     digest, num_bytes, said_s = hashlib.sha256(), 0, time.monotonic()
-    with path.open("rb", buffering=0) as file:
+    with regular_files.open_file(path, buffering=0) as file:
         size = max(os.fstat(file.fileno()).st_size, 1)
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
@@ -84,7 +84,7 @@ def _read(path: Path) -> str:
 def _kept(path: Path) -> str | None:
     """Returns the digest that an earlier process has kept, if the file is still the same."""
     try:
-        kept = json_text.value_of(_place(path).read_text(encoding="utf-8"))
+        kept = json_text.value_of(regular_files.read_text(_place(path)))
         digest = kept.pop("sha256")
     except (
         OSError,

@@ -270,9 +270,13 @@ class AskFiles(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Go(Record):
-    """All members have compiled, and have read the same data."""
+    """All members have compiled, and have read the same data.
+
+    `epoch` is the number of the owner of the run folder (`lease`).
+    """
 
     kind = "go"
+    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)

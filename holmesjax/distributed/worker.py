@@ -207,12 +207,11 @@ class Worker:
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
-            member.wait_for(Go)
+            epoch = member.wait_for(Go).epoch
             member.status("was reading the checkpoint")
             saved = self._checkpoint(start.resume)
             setup.restore(runner, saved, member.advance)
-            epoch = self._env.get("HOLMES_EPOCH")  # a scheduler sets none
-            fence = lease.fence(job.run_dir, int(epoch) if epoch else None)
+            fence = lease.fence(job.run_dir, epoch)
             loop = setup.loop(
                 functools.partial(
                     TrainingLoop,

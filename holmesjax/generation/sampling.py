@@ -4,13 +4,14 @@ Dims: V vocabulary size. The order of the rules, and what they do with equal log
 Hugging Face's `transformers`: temperature, top-k, top-p, min-p.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from holmesjax.errors import ConfigError
+
+LEAST, LARGEST = 1e-30, 1e30  # temperatures by which float32 can divide a logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +25,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature != 0 and not LEAST <= self.temperature <= LARGEST:
+            problem = f"must be 0, or from {LEAST:g} to {LARGEST:g}"
             fix = "0 takes the likeliest token, 1 samples the model as it is"
-            raise ConfigError("--temperature", "must be 0 or more", found=self.temperature, fix=fix)
+            raise ConfigError("--temperature", problem, found=self.temperature, fix=fix)
         if self.top_k < 0:
             raise ConfigError(
                 "--top-k", "must not be negative", found=self.top_k, fix="0: all tokens"

@@ -4,8 +4,12 @@ JAX reads a variable JAX_NAME for each of its settings when it is imported. Many
 computes, or break it, and what a run computes follows from its run file alone.
 """
 
-from collections.abc import MutableMapping
+import re
+from collections.abc import Mapping, MutableMapping
 
+from holmesjax.errors import ConfigError
+
+REFUSED = re.compile(r"for (?:JAX flag|environment) '?(jax_\w+)", re.IGNORECASE)
 # Devices, caches and logs: no number depends on them. All others are taken away.
 KEPT = (
     "JAX_COMPILATION_CACHE",
@@ -43,3 +47,19 @@ def take_away(env: MutableMapping[str, str]) -> dict[str, str]:
     for name in taken:
         del env[name]
     return taken
+
+
+def refusal(error: ValueError, env: Mapping[str, str]) -> ConfigError | None:
+    """Returns what to say where JAX's import has failed for a variable; None for another failure.
+
+    >>> error = ValueError('Invalid value "x" for JAX flag jax_num_cpu_devices')
+    >>> print(refusal(error, {"JAX_NUM_CPU_DEVICES": "x"}))
+    JAX_NUM_CPU_DEVICES: has a value that JAX does not take
+      found: x
+      fix: correct this variable of the environment, or unset it
+    """
+    found = REFUSED.search(str(error))
+    if not found or (name := found[1].upper()) not in env:
+        return None
+    problem, fix = "has a value that JAX does not take", "correct this variable of the environment"
+    return ConfigError(name, problem, found=env[name], fix=f"{fix}, or unset it")

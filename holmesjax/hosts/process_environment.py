@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
-import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.hosts import nics as discovery
@@ -24,6 +26,7 @@ NUMBER = (
 )
 # For a file system to show the newest key: NFS may show what a folder had up to a minute ago.
 KEY_S = 60.0
+_FABRICS = TypeAdapter(dict[str, list[str]])  # addresses by fabric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +45,26 @@ class ProcessEnvironment:
 
         `find_host` is called if nobody has set HOLMES_ADDRESSES.
         """
-        number = next((env[name] for name in NUMBER if name in env), None)
-        if number is None:
+        name = next((name for name in NUMBER if name in env), None)
+        if name is None:
             raise _missing(" or ".join(NUMBER), "the number of this process in the job")
-        address, _, port = _take(env, "HOLMES_CONTROLLER", "the launcher's host:port").rpartition(
-            ":"
+        number = _whole(env, name, env[name])
+        if (processes := env.get("HOLMES_PROCESSES")) and "HOLMES_PROCESS" not in env:
+            places = processes.split(",")
+            if number >= len(places):
+                raise _senseless(env, "HOLMES_PROCESSES", f"{number + 1} numbers, as 3,4,5")
+            number = _whole(env, "HOLMES_PROCESSES", places[number])
+        what = "the launcher's host:port"
+        address, _, port = _take(env, "HOLMES_CONTROLLER", what).rpartition(":")
+        if not address or not 0 < _whole(env, "HOLMES_CONTROLLER", port) < 2**16:
+            raise _senseless(env, "HOLMES_CONTROLLER", what)
+        return cls(
+            number=number,
+            controller=(address, int(port)),
+            key=_key(env),
+            addresses=_addresses(env, find_host),
+            restart=_whole(env, "HOLMES_RESTART", env.get("HOLMES_RESTART", "0")),
         )
-        try:
-            if (processes := env.get("HOLMES_PROCESSES")) and "HOLMES_PROCESS" not in env:
-                number = processes.split(",")[int(number)]  # it is a place among these
-            return cls(
-                number=int(number),
-                controller=(address, int(port)),
-                key=_key(env),
-                addresses=_addresses(env, find_host),
-                restart=int(env.get("HOLMES_RESTART", "0")),
-            )
-        except (ValueError, AttributeError, IndexError) as error:
-            where = "the environment"
-            fix = "use a launcher, or set the variables HOLMES_* as docs/launching.md says"
-            raise HolmesError(where, "makes no sense", found=error, fix=fix) from None
 
 
 def _key(env: Mapping[str, str]) -> bytes:
@@ -81,14 +84,17 @@ def _key(env: Mapping[str, str]) -> bytes:
 
 
 def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:
+    what = '{"ethernet": ["10.0.0.1"]}, say'
     if text := env.get("HOLMES_ADDRESSES"):
-        return {fabric: list(found) for fabric, found in json.loads(text).items()}
+        try:
+            return _FABRICS.validate_json(text)
+        except ValueError:
+            raise _senseless(env, "HOLMES_ADDRESSES", what) from None
     host = find_host()
     found = discovery.addresses(host)
     if set(found) == {"local"}:
         nics = "; ".join(str(nic) for nic in host.nics) or "none"
         found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
-        what = '{"ethernet": ["10.0.0.1"]}, say'
         raise _missing("HOLMES_ADDRESSES", what, found=found_text)
     return found
 
@@ -97,6 +103,18 @@ def _take(env: Mapping[str, str], name: str, what: str) -> str:
     if name not in env:
         raise _missing(name, what)
     return env[name]
+
+
+def _whole(env: Mapping[str, str], name: str, text: str) -> int:
+    """The number that a variable, or a part of it, is."""
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text, re.ASCII):
+        raise _senseless(env, name, "whole numbers, as docs/launching.md says")
+    return int(text)
+
+
+def _senseless(env: Mapping[str, str], name: str, what: str) -> HolmesError:
+    fix = f"start it with a launcher, or set it: {what}"
+    return HolmesError(name, "makes no sense", found=repr(env[name]), fix=fix)
 
 
 def _missing(name: str, what: str, found: str = "not set") -> HolmesError:

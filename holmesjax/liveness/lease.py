@@ -15,7 +15,8 @@ another one.
 Each owner has an epoch, which is greater than that of every owner before it. An owner that stood
 still for so long that another took over may wake up at any moment, with files open and calls under
 way. So it looks at the lease before each write (`check`), once more behind a rename or a commit
-(`move`, `act`), and who takes over writes into files of its own (`is_taken_over`).
+(`move`, `act`), and between the two halves of a file that is replaced (`whole_files`). Who takes
+over writes into files of its own (`is_taken_over`).
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
-from holmesjax.files import json_text
-from holmesjax.files.whole_files import write_whole
+from holmesjax.files import json_text, regular_files
+from holmesjax.files.whole_files import TEMPORARY, owned, write_whole
 from holmesjax.liveness import hung_main_thread
 
 FILE, EPOCH = "owner.json", "epoch.json"
@@ -74,10 +75,11 @@ class Lease:
         self._record = _own_record()
         self._lost: LostLeaseError | None = None
         self._renewing, self._ended = threading.RLock(), threading.Event()
+        self._end_looks: Callable[[], None] = lambda: None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._is_taken_over, self._earlier_epoch = False, 0
-            self._file = self._take(say)
+            self._take(say)
         except OSError as error:
             raise _unusable(self._path.parent, error) from None
         self._renewed_s = _now_s()
@@ -122,6 +124,13 @@ class Lease:
             self._renew()
         if self._lost:
             raise self._lost
+
+    def _look(self) -> None:
+        """Reads the lease. Raises LostLeaseError, and OSError where it cannot be read."""
+        found = _read(self._path)
+        if found is None or not _is_of(found, self._record):
+            self._renew()
+            self.check()
 
     def guard(self, write: Callable[P, T]) -> Callable[P, T]:
         """Returns the function `write`, which calls `check` first."""
@@ -172,6 +181,7 @@ class Lease:
     def release(self) -> None:
         """Gives the lease up. If it is lost nothing is touched."""
         self._ended.set()
+        self._end_looks()
         # On another thread: a file system that hangs holds no end up, and the lease is then stale.
         end = threading.Thread(target=self._give_up, name="lease's end", daemon=True)
         end.start()
@@ -187,17 +197,19 @@ class Lease:
 
     # ---- taking it -----------------------------------------------------------------------------
 
-    def _take(self, say: Callable[[str], None]) -> int:
-        """The descriptor of the lease, when it is ours."""
+    def _take(self, say: Callable[[str], None]) -> None:
+        """Returns when the lease is ours; `_file` is its descriptor."""
         own = _beside(self._path, self._record["token"])
         file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             os.write(file, _text(self._record))
             os.fsync(file)
             self._link(own, file, say)
+            self._file, self._end_looks = file, owned(self._path.parent, self._look)
             self._begin_epoch(file)
         except BaseException:
             os.close(file)
+            self._end_looks()
             with contextlib.suppress(OSError):
                 _remove(self._path, self._record)
             raise
@@ -208,7 +220,6 @@ class Lease:
             for left in self._path.parent.glob(_beside(self._path, "*").name):  # by a kill -9
                 if (record := _read(left)) and _is_gone(record):
                     left.unlink(missing_ok=True)
-        return file
 
     def _begin_epoch(self, file: int) -> None:
         """Takes the number behind all others; the lease is ours, so nobody else does."""
@@ -217,6 +228,10 @@ class Lease:
         if not isinstance(last, int):  # the record is damaged: no count of owners comes so far
             last = time.time_ns()
         self._is_taken_over |= bool(known.get("is_taken_over", "epoch" not in known))
+        if self._is_taken_over:
+            for left in self._path.parent.glob(TEMPORARY):
+                with contextlib.suppress(IsADirectoryError):
+                    left.unlink(missing_ok=True)  # else its owner could wake up, and rename it
         self._record["epoch"] = f"{max(last, self._earlier_epoch) + 1:020}"
         os.pwrite(file, _text(self._record), 0)
         os.fsync(file)
@@ -306,27 +321,23 @@ def end_process(error: LostLeaseError) -> None:
     hung_main_thread.end_process(error.exit_status, say)
 
 
-def fence(run_dir: str | Path, epoch: int | None = None) -> Callable[[], None]:
+def fence(run_dir: str | Path, epoch: int) -> Callable[[], None]:
     """Returns a check that a run folder still has the owner of this process's job.
 
     It raises LostLeaseError, or OSError where the lease cannot be read.
 
     Args:
       run_dir: the run folder.
-      epoch: of the owner; None: of whoever owns the folder now.
+      epoch: of the owner.
     """
     path = Path(run_dir).absolute() / FILE
-    read = lambda: _read(path) or {}
-    own = read()
-    if epoch is not None and str(own.get("epoch", "")) != f"{epoch:020}":
-        own = {"epoch": f"{epoch:020}"}  # this process began when another had taken over
-    is_own = lambda found: all(found.get(name) == own.get(name) for name in ("token", "epoch"))
+    is_own = lambda: (_read(path) or {}).get("epoch") == f"{epoch:020}"
 
     def check() -> None:
-        if is_own(read()):
+        if is_own():
             return
         time.sleep(SETTLE_S)  # perhaps renamed by mistake
-        if not is_own(read()):
+        if not is_own():
             raise LostLeaseError(
                 str(path.parent),
                 "the job of this process has lost its lease to another process, and has stopped",
@@ -412,7 +423,7 @@ def _text(record: Record) -> bytes:
 def _read(path: Path) -> Record | None:
     """Reads the lease; None if there is none. A file that is no lease is a record of its text."""
     try:
-        content = path.read_bytes()  # opened anew each time: NFS then asks the server
+        content = regular_files.read_bytes(path)  # opened anew each time: NFS then asks the server
     except FileNotFoundError:
         return None
     except OSError as error:

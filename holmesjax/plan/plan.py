@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from holmesjax.config import Schedule
 from holmesjax.errors import PlanError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, regular_files
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
@@ -205,7 +205,7 @@ class Plan:
     def load(cls, path: str | Path) -> "Plan":
         """Reads what `save` wrote. Raises PlanError for a missing or damaged file."""
         try:
-            text = Path(path).read_text()
+            text = regular_files.read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise _damaged(str(path), "cannot be read", error) from None
         parse = cls.from_json if Path(path).suffix == ".json" else cls.from_yaml

@@ -21,11 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, Protocol
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError, PeerError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, regular_files
+from holmesjax.files.whole_files import put_in_place, temporary_of
 from holmesjax.job import METRICS
 from holmesjax.liveness.lease import Lease
 
@@ -67,7 +68,7 @@ def stream(run_dir: str | Path, *, is_raw: bool = False) -> Iterator[dict[str, A
     if not path.exists():
         return
     bad: tuple[int, bytes] | None = None
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         for number, line in enumerate(file, start=1):
             if bad:
                 raise _no_record(f"line {bad[0]}", path, bad[1])
@@ -97,7 +98,7 @@ def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
     path = Path(run_dir) / FILE
     if not path.exists():
         return []
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         file.seek(0, os.SEEK_END)
         start = max(file.tell() - num_bytes, 0)
         file.seek(start)
@@ -289,7 +290,7 @@ class _StepFile:
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]):
-        self._file, self._say = path.open("ab", buffering=0), say
+        self._file, self._say = regular_files.open_file(path, "ab", buffering=0), say
         self._size = self._file.seek(0, os.SEEK_END)  # of whole records
         self._records: list[bytes] = []  # that are not in the file yet
         self._is_failing = False
@@ -373,7 +374,7 @@ class _Wandb:
     def __init__(self, run_dir: Path):
         package = importlib.import_module("wandb")
         id_file = run_dir / "wandb_id"
-        run_id = id_file.read_text() if id_file.exists() else None
+        run_id = regular_files.read_text(id_file) if id_file.exists() else None
         place = {"project": "holmesjax", "name": run_dir.resolve().name, "dir": str(run_dir)}
         try:
             self._run = package.init(**place, id=run_id, resume="allow")
@@ -433,7 +434,7 @@ def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     """Each line that is not empty and where it starts, the last first."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         start, rest = file.seek(0, os.SEEK_END), b""
         while start:
             size = min(start, BLOCK_BYTES)
@@ -505,9 +506,9 @@ def _cut(path: Path, done_steps: int, check: Callable[[], object], *, anew: bool
         return
     kept = next((end for end, record in _from_end(path) if record["step"] <= done_steps), 0)
     if anew:
-        copy = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        copy = temporary_of(path)
         try:
-            with path.open("rb") as source, copy.open("wb") as target:
+            with regular_files.open_file(path) as source, copy.open("wb") as target:
                 left = kept
                 while left and (part := source.read(min(left, BLOCK_BYTES))):
                     target.write(part)
@@ -517,19 +518,18 @@ def _cut(path: Path, done_steps: int, check: Callable[[], object], *, anew: bool
                 _end_line(target)
                 target.flush()
                 os.fsync(target.fileno())
-            check()
-            copy.replace(path)
+            put_in_place(copy, path)
         finally:
             copy.unlink(missing_ok=True)
         return
-    with path.open("r+b") as file:
+    with regular_files.open_file(path, "r+b") as file:
         check()
         file.truncate(kept)
         file.seek(0, os.SEEK_END)
         _end_line(file)
 
 
-def _end_line(file: BinaryIO) -> None:
+def _end_line(file: IO[bytes]) -> None:
     """Ends the last of the whole lines that were kept, if there is one."""
     if file.tell():
         file.write(b"\n")

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from holmesjax.checkpoints import commit_alarm
 from holmesjax.errors import DataError, HolmesError
-from holmesjax.files import json_text, yaml_files
+from holmesjax.files import json_text, regular_files, yaml_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
@@ -139,7 +139,7 @@ def write_report(run_dir: str | Path) -> Path:
         facts=_facts(plan, records),
         cards=_cards(plan, records),
         sections=sections,
-        config=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+        config=regular_files.read_text(run_dir / "config.yaml"),
     )
     _write_trace(run_dir / trace.FILE, predicted, sent, timed, titles)
     path = run_dir / FILE
@@ -150,7 +150,7 @@ def write_report(run_dir: str | Path) -> Path:
 def _read_timeline(path: Path) -> Record:
     """The tasks of a step that were timed; none where a crash has left no whole file."""
     try:
-        timed = json_text.value_of(path.read_text())
+        timed = json_text.value_of(regular_files.read_text(path))
         if isinstance(timed["step"], int) and all(map(_is_timed, timed["tasks"])):
             return dict(timed)
     except (OSError, ValueError, KeyError, TypeError):
@@ -370,7 +370,7 @@ def _write_trace(
         found += trace.events(titles.predicted.lower(), 1, predicted, sent)
     if timed["tasks"]:
         found += trace.events(f"{titles.measured.lower()}, step {timed['step']}", 2, timed["tasks"])
-    trace.write(path, found)
+    write_whole(path, trace.text(found))
 
 
 def _traffic_section(records: History) -> _Section:
@@ -391,7 +391,7 @@ def _read_lab(path: Path) -> _Section | None:
     if not path.exists():
         return None
     try:
-        return _lab_section(json_text.value_of(path.read_text(encoding="utf-8")))
+        return _lab_section(json_text.value_of(regular_files.read_text(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HolmesError(
             str(path),

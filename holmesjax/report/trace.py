@@ -7,7 +7,6 @@ format is that of Chrome's trace events, "JSON Object Format": microseconds, and
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -68,7 +67,6 @@ def _event(record: Record, number: int, row: int, zero_s: float) -> TraceEvent:
     }
 
 
-def write(path: str | Path, found: Sequence[TraceEvent]) -> None:
-    """Writes the events of one or more steps."""
-    text = json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"})
-    Path(path).write_text(text, encoding="utf-8")
+def text(found: Sequence[TraceEvent]) -> str:
+    """The content of a file with the events of one or more steps."""
+    return json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"})

@@ -15,6 +15,7 @@ from jax._src import distributed  # JAX has no public way to its key-value store
 
 from holmesjax.config import DistributedConfig
 from holmesjax.errors import HolmesError
+from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import nccl
 from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
@@ -71,7 +72,7 @@ def choose_nics(
     folder = job.run_dir / NICS
     folder.mkdir(exist_ok=True)
     text = yaml.safe_dump(nccl.report(host, found), sort_keys=False, width=1000)
-    (folder / f"{me.file_name}.yaml").write_text(text, encoding="utf-8")
+    write_whole(folder / f"{me.file_name}.yaml", text)
     return found.warnings
 
 

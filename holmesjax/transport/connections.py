@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from holmesjax.errors import HolmesError, PeerError
+from holmesjax.files import regular_files
 from holmesjax.transport import handshake, records
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
@@ -93,7 +94,7 @@ def read_key_file(path: str | Path) -> bytes:
     """Reads the job's key. Raises HolmesError if others can read the file, or it holds no key."""
     fix = "start the job again, or copy its key file with mode 0600 to this machine"
     try:
-        mode, text = Path(path).stat().st_mode & 0o777, Path(path).read_text()
+        mode, text = Path(path).stat().st_mode & 0o777, regular_files.read_text(path)
         key = bytes.fromhex(text)
     except (OSError, ValueError) as error:
         raise HolmesError(str(path), "holds no key of a job", found=error, fix=fix) from None

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holmesjax.files.whole_files import write_whole
 from holmesjax.lab.scaled_topology import FILE, LabLink
 from holmesjax.lab.shell import FIRST_LINK, Commands, port_name
 from launch.lab_machine.namespaces import run_line
@@ -81,7 +82,7 @@ class Counters:
             for (a, b), link in lab.links.items()
         ]
         values = {"scale": lab.scale, "nodes": nodes, "links": links, "faults": faults}
-        (run_dir / FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_whole(run_dir / FILE, json.dumps(values, indent=2) + "\n")
 
     def _ports(self, way: str) -> Counter[str]:
         """Reads the bytes at the ports of the bridges: a port receives what its node sends."""

@@ -25,6 +25,7 @@ from holmesjax.topology.machines import Topology
 from launch.launchers.variables import wrong_names
 
 Name = Annotated[str, Field(min_length=1, strict=True)]
+NO_HOST = re.compile(r"""[/\[\]`"'$\\;&<>|(){}]""")  # ssh refuses most of them, too
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 
 
@@ -138,9 +139,10 @@ def _destinations_differ(
 ) -> Iterator[HolmesError]:
     seen: dict[tuple[str, int | None], str] = {}
     for i, host in enumerate(file.hosts):
-        reached = (host.ssh or host.node, host.port or file.defaults.port)
+        destination = host.ssh or host.node
+        reached = (destination.rpartition("@")[2].lower(), host.port or file.defaults.port)
         if seen.setdefault(reached, host.node) != host.node:
-            keys, found = ("hosts", i, "ssh"), f"{reached[0]}, as {seen[reached]}"
+            keys, found = ("hosts", i, "ssh"), f"{destination}, as {seen[reached]}"
             fix = "a node is a host of its own: correct one of the two"
             yield document.mistake(keys, "is reached as another node is", found=found, fix=fix)
 
@@ -154,6 +156,9 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
                 if not _is_ipv4(address):
                     fix = "write an address such as 10.0.0.4"
                     yield document.mistake(keys, "is no IPv4 address", found=address, fix=fix)
+                elif address in addresses[:j]:
+                    fix = "remove one of the two"
+                    yield document.mistake(keys, "is there twice", found=address, fix=fix)
                 elif seen.setdefault(address, host.node) != host.node:
                     found = f"{address}, as {seen[address]}"
                     fix = "correct one of the two"
@@ -163,19 +168,37 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
 
 def _is_ipv4(text: str) -> bool:
     try:
-        return not ipaddress.IPv4Address(text).is_unspecified
+        address = ipaddress.IPv4Address(text)
     except ValueError:
         return False
+    return not (address.is_unspecified or address.is_multicast or text == "255.255.255.255")
 
 
 def _destination_makes_sense(
     document: Document, keys: Keys, host: HostEntry
 ) -> Iterator[HolmesError]:
     destination = host.ssh or host.node
-    if destination.startswith("-") or len(destination.split()) != 1:
+    if not _is_destination(destination):
         fix = "write HOST or USER@HOST, and the rest in port, identity_file and ssh_options"
         problem = "is nothing that ssh can connect to"
         yield document.mistake((*keys, "ssh"), problem, found=destination, fix=fix)
+
+
+def _is_destination(text: str) -> bool:
+    """Tells whether ssh can connect to it.
+
+    >>> [_is_destination(text) for text in ("ada@gpu-7", "fe80::1%eth0", "gpu-7:2222", "[::1]")]
+    [True, True, False, False]
+    """
+    user, has_user, host = text.rpartition("@")
+    if re.search(r"\s", text) or user.startswith("-") or (has_user and not user):
+        return False
+    if ":" in host:
+        try:
+            return bool(ipaddress.IPv6Address(host))
+        except ValueError:
+            return False
+    return bool(host) and not host.startswith("-") and not NO_HOST.search(host)
 
 
 def _addresses_suffice(

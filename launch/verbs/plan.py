@@ -64,7 +64,7 @@ def _write_trace(plan: Plan, path: str) -> None:
     """Writes the simulated step. Raises ConfigError if the file cannot be written."""
     found = trace.events("predicted", 1, forecast.tasks(plan), forecast.transfers(plan))
     try:
-        trace.write(path, found)
+        Path(path).write_text(trace.text(found), encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written"
         raise ConfigError("--trace", "cannot be written", found=error, fix=fix) from None

@@ -100,7 +100,8 @@ def _default_output(path: Path, stand_in: str | None) -> Path:
 
 def _text_to_extend(path: Path) -> str:
     """Returns the text of a topology file. Raises ConfigError if it cannot take the section."""
-    text, values = path.read_bytes().decode("utf-8"), yaml_files.read(path, ConfigError).values
+    values = yaml_files.read(path, ConfigError).values
+    text = path.read_bytes().decode("utf-8")
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder, path.name)
         trial.write_bytes(yaml_files.with_section(text, SECTION, f"{SECTION}: 0\n").encode())

@@ -11,7 +11,7 @@ from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.config import CheckpointConfig
-from holmesjax.errors import CheckpointError, Mistakes
+from holmesjax.errors import Mistakes, PeerError
 
 ARRAYS = {"x": {"part": "part_0", "dtype": "float32", "shape": [2]}}
 
@@ -110,7 +110,7 @@ def test_one_part_that_fails_is_told_at_once_and_once(tmp_path, words):
     assert "no room" in run.lines[0]
     assert "\n" not in run.lines[0]
     run.saves.check()
-    with pytest.raises(CheckpointError, match="no room"):
+    with pytest.raises(PeerError, match="no room"):
         run.saves.check(at_end=True)
     run.tell(6, "a", "b")
     assert [step for step, *_ in run.committed] == [6]
@@ -118,7 +118,7 @@ def test_one_part_that_fails_is_told_at_once_and_once(tmp_path, words):
     run.tell(7, "a", "fails")
     run.saves.check()
     run.tell(8, "fails")  # two in a row: whatever the other stage may say
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(PeerError, match="could not be written"):
         run.saves.check()
 
 

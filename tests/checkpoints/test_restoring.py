@@ -15,85 +15,26 @@ import orbax.checkpoint as ocp
 import pytest
 
 from holmesjax.checkpoints import manifest, restoring, second_reading, writing
-from holmesjax.checkpoints.committing import Saves
-from holmesjax.checkpoints.retention import Retention
-from holmesjax.config import CheckpointConfig, DataConfig, LoraConfig
+from holmesjax.config import LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.runtime.chunk import ChunkState
 from tests.disks import files_of_at_most
+from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model
 from tests.one_device import wide_moments
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model
+from tests.written_checkpoints import (
+    PLANS,
+    SMALL,
+    damage,
+    folders,
+    random_states,
+    retention,
+    write,
+    write_states,
+)
 
-PLANS = {
-    "two": hand_made_plan((3, 1), 2, 2),
-    "one": hand_made_plan((4,), 2, 1, fsdp=2, context=2),
-    "four": hand_made_plan((1, 1, 1, 1), 1, 2),
-    "three": hand_made_plan((1, 2, 1), (2, 1, 1), 1, fsdp=(1, 4, 2)),
-}
-# Tests of files and folders need few arrays, and a save of few arrays is quick.
-SMALL = make_model(num_layers=1)
 
-
-def stages_of(name, model):
+def chunks_of(name, model):
     return make_chunks(model, PLANS[name])
-
-
-def random_states(stages):
-    """States with no two equal numbers where they may differ: every leaf by its key."""
-
-    def fill(stage):
-        def leaf(key, shape):
-            seed = [ord(c) for c in key]
-            value = np.random.default_rng(seed).normal(size=shape.shape).astype(shape.dtype)
-            return jax.device_put(value, shape.sharding)
-
-        flat = restoring.flatten(stage.state_shapes)
-        leaves = [leaf(key, shape) for key, shape in flat.items()]
-        return jax.tree.unflatten(jax.tree.structure(stage.state_shapes), leaves)
-
-    return [fill(stage) for stage in stages]
-
-
-def retention(run_dir, keep=2, hours=None, warn=print, move=Path.rename):
-    return Retention(run_dir, CheckpointConfig(keep=keep, keep_every_hours=hours), move, warn)
-
-
-def write(run_dir, model=SMALL, name=None, steps=(10,), keep=2):
-    plan = PLANS[name] if name else hand_made_plan((model.num_layers,), 1, 1)
-    return write_states(run_dir, model, make_chunks(model, plan), steps, keep)
-
-
-def write_states(run_dir, model, stages, steps, keep=2, states=()):
-    """Checkpoints with the same states after each of these steps; random ones if none are given.
-
-    What is said of them, and a CheckpointError for the last.
-    """
-    said = []
-
-    def commit(step, arrays, files):
-        data, config = DataConfig(corpus="x"), stages[0].optimizer.config
-        sections = {"model": model, "data": data, "optimizer": config}
-        dtypes = {name: getattr(stages[0], name) for name in ("param_dtype", "compute_dtype")}
-        manifest.commit(
-            run_dir,
-            step,
-            sequences=8 * step,
-            settings={name: dataclasses.asdict(own) for name, own in sections.items()}
-            | {"train": dtypes},
-            data={},
-            plan_hash="x",
-            arrays=arrays,
-            files=files,
-        )
-
-    states = states or random_states(stages)
-    retention(run_dir).after_start()
-    saves = Saves(run_dir, 1, commit, retention(run_dir, keep), said.append)
-    with writing.Writer(run_dir, stages, saves.saved, saves.failed) as writer:
-        for step in steps:
-            writer.save(step, states)
-    saves.check(at_end=True)
-    return said
 
 
 @pytest.mark.parametrize(
@@ -112,12 +53,12 @@ def test_any_plan_restores_any_other(tmp_path, source, targets, tied):
     [found] = manifest.find(tmp_path)
     manifest.verify(found)
     for target in targets:
-        stages = stages_of(target, model)
-        for stage, state, want in zip(
-            stages, restoring.restore(found, stages), random_states(stages), strict=True
+        chunks = chunks_of(target, model)
+        for chunk, state, want in zip(
+            chunks, restoring.restore(found, chunks), random_states(chunks), strict=True
         ):
             wanted = restoring.flatten(want)
-            shapes = restoring.flatten(stage.state_shapes)
+            shapes = restoring.flatten(chunk.state_shapes)
             for key, got in restoring.flatten(state).items():
                 where = f"{key} of {target}"
                 assert got.sharding == shapes[key].sharding, where
@@ -130,9 +71,9 @@ def test_every_array_of_the_model_is_saved_once_and_the_count_of_updates_by_each
     """A last stage that reads the table of the first, as a tied model's does, does not save it."""
     model = make_model(tied_embeddings=tied)
     [whole] = make_chunks(model, hand_made_plan((4,), 1, 1))
-    stages = stages_of(name, model)
-    saved = Counter(key for s in stages for key in writing.owned(s, s.state_shapes))
-    assert saved.pop("opt_state.updates") == len(stages)
+    chunks = chunks_of(name, model)
+    saved = Counter(key for s in chunks for key in writing.owned(s, s.state_shapes))
+    assert saved.pop("opt_state.updates") == len(chunks)
     once = restoring.flatten(whole.state_shapes).keys() - {"opt_state.updates"}
     assert saved == dict.fromkeys(once, 1)
 
@@ -161,19 +102,19 @@ def test_moments_may_be_kept_in_another_way(tmp_path, source, target, plan):
         model, plan, config=dataclasses.replace(SMOOTH, moments=kept)
     )
     two = hand_made_plan((1, 1), 2, 2)
-    stages = keeping(two, source)
+    chunks = keeping(two, source)
     states = []
-    for stage, state in zip(stages, random_states(keeping(two, "float32")), strict=True):
+    for chunk, state in zip(chunks, random_states(keeping(two, "float32")), strict=True):
         opt_state = state.opt_state._replace(nu=jax.tree.map(jnp.square, state.opt_state.nu))
-        where = jax.tree.map(lambda x: x.sharding, stage.state_shapes.opt_state)
-        adopt = jax.jit(stage.optimizer.adopt, out_shardings=where)
+        where = jax.tree.map(lambda x: x.sharding, chunk.state_shapes.opt_state)
+        adopt = jax.jit(chunk.optimizer.adopt, out_shardings=where)
         states.append(ChunkState(state.params, adopt(opt_state), {}))
-    write_states(tmp_path, model, stages, (10,), states=states)
+    write_states(tmp_path, model, chunks, (10,), states=states)
     [found] = manifest.find(tmp_path)
     others = keeping(plan, target)
     restored = restoring.restore(found, others)
-    for stage, state in zip(others, restored, strict=True):
-        shapes = restoring.flatten(stage.state_shapes)
+    for chunk, state in zip(others, restored, strict=True):
+        shapes = restoring.flatten(chunk.state_shapes)
         for key, x in restoring.flatten(state).items():
             assert (x.dtype, x.sharding) == (shapes[key].dtype, shapes[key].sharding)
     want, got = as_float32(states), as_float32(restored)
@@ -190,8 +131,8 @@ def test_an_average_may_begin_or_end_with_a_resumption(tmp_path):
     two, one = hand_made_plan((1, 1), 1, 2), hand_made_plan((2,), 2, 1, fsdp=2)
     with_average, without = (make_chunks(model, two, config=c) for c in (config, SMOOTH))
     others = make_chunks(model, one, config=config)
-    for name, stages in (("with", with_average), ("without", without)):
-        write_states(tmp_path / name, model, stages, (10,))
+    for name, chunks in (("with", with_average), ("without", without)):
+        write_states(tmp_path / name, model, chunks, (10,))
     of = {name: manifest.find(tmp_path / name)[0] for name in ("with", "without")}
     [kept], [begun] = (restoring.restore(of[name], others) for name in of)
     [wanted] = random_states(others)
@@ -214,17 +155,17 @@ def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now):
     model = make_model(num_layers=2, lora=LoraConfig(rank=4))
     config = dataclasses.replace(SMOOTH, ema_decay=0.9)
     in_dtype = lambda plan, dtype: [
-        dataclasses.replace(stage, param_dtype=dtype)
-        for stage in make_chunks(model, plan, dtype=dtype, config=config)
+        dataclasses.replace(chunk, param_dtype=dtype)
+        for chunk in make_chunks(model, plan, dtype=dtype, config=config)
     ]
-    stages = in_dtype(hand_made_plan((1, 1), 2, 2), was)
-    states = random_states(stages)
-    write_states(tmp_path, model, stages, (10,), states=states)
+    chunks = in_dtype(hand_made_plan((1, 1), 2, 2), was)
+    states = random_states(chunks)
+    write_states(tmp_path, model, chunks, (10,), states=states)
     [found] = manifest.find(tmp_path)
     others = in_dtype(hand_made_plan((2,), 1, 1, fsdp=2), now)
     got = {}
-    for stage, state in zip(others, restoring.restore(found, others), strict=True):
-        shapes = restoring.flatten(stage.state_shapes)
+    for chunk, state in zip(others, restoring.restore(found, others), strict=True):
+        shapes = restoring.flatten(chunk.state_shapes)
         for key, x in restoring.flatten(state).items():
             assert (x.dtype, x.sharding) == (shapes[key].dtype, shapes[key].sharding)
             got[key] = np.asarray(x)
@@ -253,7 +194,7 @@ def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatc
     write("run", model, "two")
     [found] = manifest.find("run")
     params = restoring.restore_params(found, model)
-    [want] = random_states(stages_of("one", model))
+    [want] = random_states(chunks_of("one", model))
     wanted = restoring.flatten({"params": want.params})
     assert restoring.flatten({"params": params}).keys() == wanted.keys()
     for key, got in restoring.flatten({"params": params}).items():
@@ -264,7 +205,7 @@ def test_orbax_and_tensorstore_open_it_as_the_documents_say(tmp_path):
     model = make_model()
     write(tmp_path, model, "two")
     [found] = manifest.find(tmp_path)
-    wanted = restoring.flatten(random_states(stages_of("two", model)))
+    wanted = restoring.flatten(random_states(chunks_of("two", model)))
     text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
     with_orbax, with_tensorstore = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for lines in (with_orbax, with_tensorstore):
@@ -353,18 +294,6 @@ def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
     assert not unfinished.exists()
 
 
-def flip_a_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def damage(run_dir, step):
-    """Flips a byte of the largest file of a checkpoint."""
-    files = [p for p in manifest.folder_of(run_dir, step).rglob("*") if p.is_file()]
-    flip_a_byte(max(files, key=lambda path: path.stat().st_size))
-
-
 def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
     """One reads what it has in memory; the other reads the disk, with the arrays of that part."""
     write(tmp_path)
@@ -383,10 +312,6 @@ def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
     path = found.path / "part_0" / next(iter(found.manifest["files"])).partition("/")[2]
     path.unlink()
     second_reading.confirm(found, manifest.damaged(found, f"part_0/{path.name}", "is missing", ""))
-
-
-def folders(run_dir):
-    return sorted(path.name for path in (run_dir / manifest.FOLDER).iterdir())
 
 
 def resume(run_dir, **how):

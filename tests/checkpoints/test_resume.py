@@ -369,7 +369,7 @@ def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Placer, "place", note)
 
-    clusters = {"a": (4,), "b": (4,)}  # as many devices as there are
+    clusters = {"a": (8,)}  # as many devices as there are
     train(tmp_path, clusters, "train.steps=4")
     settings = ["train.steps=8", "train.global_batch=4"]
     trainer, told = train(tmp_path, clusters, *settings, allow="train.global_batch")

@@ -4,6 +4,7 @@ import pytest
 
 from holmesjax import config as configs
 from tests.cases import cases
+from tests.config.settings_at_the_limit import AT_THE_LIMIT
 from tests.run_files import refused
 
 # Overrides, then what is printed, less the line.
@@ -94,6 +95,18 @@ model.lora.targets=[gate_up_proj]
 model.lora.targets: must be weights of the model: a gelu has no gate
   found: ['gate_up_proj']
   fix: leave the gate out, or use swiglu or geglu
+
+optimizer.weight_decay=1e4
+optimizer.weight_decay: times the learning rate 0.0003 must be at most 1: a step takes that share \
+of a parameter away
+  found: 10000.0
+  fix: use 3333.33 or less
+
+optimizer.groups=[{"pattern":"a","learning_rate":20.0}]
+optimizer.groups[0].weight_decay: times the learning rate 20 must be at most 1: a step takes that \
+share of a parameter away
+  found: 0.1
+  fix: use 0.05 or less
 
 train.steps=9 train.profile_steps=[2,10]
 train.profile_steps: must each be at most train.steps = 9
@@ -364,32 +377,6 @@ def test_settings_that_do_not_fit_each_other(run_file, case):
     [(where, problem, found, fix)] = refused(run_file(), overrides.split())
     assert where in by_override or where.endswith(f": {key}")
     assert f"{key}: {problem}\n  found: {found}\n  fix: {fix}" == message
-
-
-AT_THE_LIMIT = [
-    ["model.head_dim=6", "model.width=66"],
-    ["model.width=12", "model.positions=learned"],
-    ["parallel.layers=[1,2,3]", "parallel.stages=3"],
-    ["parallel.stages=6"],
-    ["parallel.schedule=interleaved_1f1b", "parallel.chunks=3", "parallel.stages=2"],
-    ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "parallel.layers=[4,2]"],
-    ["parallel.schedule=zero_bubble", "parallel.activation_checkpointing=none"],
-    ["parallel.schedule=eager_1f1b", "parallel.activation_checkpointing=full"],
-    ["parallel.tensor=4"],
-    ["train.global_batch=8", "parallel.data=2"],
-    ["train.global_batch=16", "parallel.data=2", "parallel.fsdp=2"],
-    ["optimizer.warmup_steps=101"],
-    ["model.rotary_fraction=0.5", "model.rotary_scaling={type: linear, factor: 2.0}"],
-    ["optimizer.schedule=wsd", "optimizer.warmup_steps=10", "optimizer.decay_steps=90"],
-    [
-        "optimizer.schedule=wsd",
-        "optimizer.schedule_by=tokens",
-        "optimizer.warmup_tokens=9",
-        "optimizer.decay_tokens=307191",
-        "train.rampup=[{steps: 50, global_batch: 16}]",
-    ],
-    ["data.validation_fraction=0"],
-]
 
 
 @pytest.mark.parametrize("overrides", AT_THE_LIMIT)

@@ -20,7 +20,7 @@ from holmesjax.parallel import sharding
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.programs import ProgramKey
-from tests.runtime.test_pipeline import SMOOTH, VARIANTS, hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import SMOOTH, VARIANTS, hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
 SMALL = {"num_layers": 2, "width": 64, "num_heads": 4, "context_length": 48, "vocab_size": 96}
@@ -269,13 +269,13 @@ def test_moments_take_the_bytes_of_what_keeps_them(kept, variant):
         sizes |= {"width": width, "vocab_size": vocab_size, "tied_embeddings": tied}
         model = make_model(**VARIANTS[variant] | sizes)
         for split in ((2,), (1, 1)):
-            for stage in make_chunks(model, hand_made_plan(split, 1, 1), config=config):
-                _, *both = stage.state_shapes.opt_state
+            for chunk in make_chunks(model, hand_made_plan(split, 1, 1), config=config):
+                _, *both = chunk.state_shapes.opt_state
                 num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(both))
                 shape = shape_of(
                     num_blocks=split[0],
-                    is_first=stage.is_first,
-                    is_last=stage.is_last,
+                    is_first=chunk.is_first,
+                    is_last=chunk.is_last,
                     kept=(kept, kept),
                 )
                 assert memory.stage_memory_bytes(model, shape)["optimizer"] == num_bytes
@@ -294,16 +294,16 @@ def test_scales_that_devices_share_count_on_each_of_them(data, fsdp, tensor):
         if data * fsdp * tensor * len(split) > 8:
             continue
         plan = hand_made_plan(split, data, tensor, fsdp=fsdp)
-        for stage in make_chunks(model, plan, config=config):
-            _, *both = stage.state_shapes.opt_state
+        for chunk in make_chunks(model, plan, config=config):
+            _, *both = chunk.state_shapes.opt_state
             num_bytes = sum(
                 math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                 for x in jax.tree.leaves(both)
             )
             shape = shape_of(
                 num_blocks=split[0],
-                is_first=stage.is_first,
-                is_last=stage.is_last,
+                is_first=chunk.is_first,
+                is_last=chunk.is_last,
                 data=data,
                 fsdp=fsdp,
                 tensor=tensor,
@@ -313,12 +313,17 @@ def test_scales_that_devices_share_count_on_each_of_them(data, fsdp, tensor):
 
 
 @pytest.mark.parametrize(
-    "variant, remat, data", [("gpt2", "none", 2), ("llama", "dots", 1), ("llama", "full", 1)]
+    "variant, checkpointing, data",
+    [
+        ("gpt2", "none", 2),
+        pytest.param("llama", "dots", 1, marks=pytest.mark.exhaustive),
+        ("llama", "full", 1),
+    ],
 )
-def test_compiled_programs_take_and_give_what_the_memory_says(variant, remat, data):
+def test_compiled_programs_take_and_give_what_the_memory_says(variant, checkpointing, data):
     """And work in place. What they need besides is XLA's own matter on a CPU."""
     model = dataclasses.replace(MODELS[variant], context_length=256)
-    plan = hand_made_plan((1, 1), data, 1, microbatches=2, remat=remat)
+    plan = hand_made_plan((1, 1), data, 1, microbatches=2, checkpointing=checkpointing)
     sequences = plan.global_batch // 2 // data
     for i, programs in enumerate(compile_chunks(make_chunks(model, plan))):
         stage = dataclasses.replace(
@@ -328,7 +333,7 @@ def test_compiled_programs_take_and_give_what_the_memory_says(variant, remat, da
             is_last=i == 1,
             data=data,
             sequences=sequences,
-            checkpointing=remat,
+            checkpointing=checkpointing,
         )
         items = memory.stage_memory_bytes(model, stage)
         ways = {name: items[name] for name in ("replicas", "gradients", "parameters", "optimizer")}

@@ -3,23 +3,13 @@
 import jax
 import pytest
 
-from holmesjax.config import ModelConfig
 from holmesjax.costs.parameters import num_parameters, stage_parameters, table_parameters
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import TENSOR_DIMS, dims
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, layer_names
 from holmesjax.models.layer import param_shapes
+from tests.counted_models import MODELS
 from tests.shapes import shape_of
-
-SMALL = {"num_layers": 3, "width": 64, "num_heads": 4, "context_length": 24, "vocab_size": 96}
-MODELS = {
-    "gpt2": ModelConfig(**SMALL, positions="learned"),
-    "llama": ModelConfig(
-        **SMALL, num_kv_heads=2, mlp_width=160, activation="swiglu", norm="rms_norm"
-    ),
-    "odd heads": ModelConfig(**SMALL, num_kv_heads=2, head_dim=32, norm="rms_norm"),
-    "tied": ModelConfig(**SMALL, tied_embeddings=True),
-}
 
 
 def parameters_of(model, layer, tensor):

@@ -20,7 +20,7 @@ from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.model_layers import HEAD, block_name, layers
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.topology.calibration import flop
-from tests.costs.test_parameters import MODELS
+from tests.counted_models import MODELS
 
 
 def dot_flop(jaxpr) -> int:

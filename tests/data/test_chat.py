@@ -12,7 +12,7 @@ from holmesjax.data import chat, packing, tokenizer_files
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError, HolmesError
 from tests.cases import cases
-from tests.data.test_chat_template import MARKED, PLAIN, TURNS, write_dialogue_tokenizer
+from tests.data.dialogues import MARKED, PLAIN, TURNS, write_dialogue_tokenizer
 from tests.jobs import write_run
 
 LENGTH = 64

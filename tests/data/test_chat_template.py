@@ -7,7 +7,7 @@ import pytest
 from holmesjax.data import chat_template as chat, tokenizer_files
 from holmesjax.data.chat_template import ChatTemplate, of_user
 from holmesjax.errors import DataError
-from tests.data.test_tokenizer_files import write_bpe, write_corpus
+from tests.data.dialogues import MARKED, PLAIN, TURNS
 
 CHATML = r"""{% for message in messages %}
     {% if loop.first and message.role != 'system' %}
@@ -40,21 +40,6 @@ def test_known_templates_give_known_texts():
     assert template(LLAMA, bos_token="<s>").render(messages) == want
 
 
-TURNS = [
-    {"role": role, "content": content}
-    for role, content in (("user", "hi"), ("assistant", "ok"), ("user", "x"), ("assistant", "yes"))
-]
-PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-MARKED = PLAIN.replace(
-    "{{ m.content }}<|im_end|>\n",
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}",
-)
-
-
 @pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prompts", "blocks"])
 def test_answers_are_found_in_the_text_of_a_whole_dialogue(source):
     text, answers = template(source).answers(TURNS)
@@ -69,25 +54,6 @@ def test_a_template_that_changes_earlier_turns_needs_blocks():
     source = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else '' }}")
     with pytest.raises(DataError, match=r"changes a turn .*\n  found: turn 2 of"):
         template(source).answers(TURNS)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A tokenizer with two marks of dialogues."""
-    return write_dialogue_tokenizer(tmp_path)
-
-
-def write_dialogue_tokenizer(tmp_path):
-    write_corpus(tmp_path / "corpus")
-    folder = tmp_path / "bpe"
-    folder.mkdir()
-    write_bpe(tmp_path / "corpus", folder)
-    whole = json.loads((folder / "tokenizer.json").read_text())
-    for number, mark in enumerate(("<|im_start|>", "<|im_end|>"), start=300):
-        own = {**whole["added_tokens"][0], "id": number, "content": mark}
-        whole["added_tokens"].append(own)
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
-    return folder
 
 
 def test_marks_of_a_template_are_tokens_and_those_of_a_user_are_refused(folder):

@@ -80,6 +80,8 @@ READ = {
     "utf_32.jsonl": LINES.encode("utf-32"),
     "marked.json": b"\xef\xbb\xbf\r\n" + RAW.replace(b"\n", b"\r\n"),
     "array.json": json.dumps(ROWS, indent=2).encode(),
+    "over_lines.json": "".join(json.dumps(row, indent=2) + "\n" for row in ROWS).encode(),
+    "over_lines": gzip.compress("".join(json.dumps(row, indent=1) for row in ROWS).encode()),
     "A.PARQUET": parquet_bytes(),
     "table": parquet_bytes(),
     "a.feather": arrow_bytes(pa.ipc.new_file),
@@ -134,7 +136,7 @@ def test_text_of_any_encoding_is_text_without_its_mark(tmp_path, name, content):
 @pytest.mark.parametrize(
     "content",
     [
-        b'{\n  "a": 1\n}\n',
+        b'{\n  "a": 1\n} is how a dict of Python looks',
         b"[1, 2]\n",
         b'[{"a": 1}] is how a list of Python looks',
         b"{} is an empty one",
@@ -150,6 +152,21 @@ def test_a_line_longer_than_what_is_looked_at_is_a_line(tmp_path):
     long = {"text": "x" * (2 * file_kinds.HEAD_BYTES)}
     (tmp_path / "a.json").write_text(json.dumps(long) + "\n" + json.dumps(long) + "\n")
     assert documents(tmp_path / "a.json") == [long["text"]] * 2
+    (tmp_path / "b.json").write_text(json.dumps(long, indent=1))
+    assert documents(tmp_path / "b.json") == [long["text"]]
+
+
+@pytest.mark.parametrize(
+    "content, where",
+    [
+        ('{\n "text": "a"\n}\n{\n "name": "b"\n}', "object 2: has no text in a field `text`"),
+        ('{\n "text": "' + "x" * 70000 + '"\n}\n{', "object 2: is no JSON"),
+    ],
+)
+def test_an_object_over_lines_that_is_no_document_is_named(tmp_path, content, where):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=f"a.json, {where}"):
+        documents(tmp_path / "a.json")
 
 
 def tokenized(*words):
@@ -195,8 +212,8 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     (out / "b.json").rename(out / "other.json")
     (out / "empty.gz").touch()
     found = tokens.read(DataConfig(corpus=str(out), source="tokens", validation_fraction=0.0), 4)
-    other = "JSON lines: 1, more.jsonl; damaged file: 1, empty.gz; text: 1, other.json"
-    assert found.left_out == f"3 ({other})"
+    kinds = "JSON lines: 1, more.jsonl; JSON over several lines: 1, other.json; damaged file: 1, "
+    assert found.left_out == f"3 ({kinds}empty.gz)"
 
 
 @pytest.mark.parametrize(

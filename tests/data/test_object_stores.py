@@ -9,7 +9,7 @@ from holmesjax.config import DataConfig
 from holmesjax.data import chat, document_formats, object_stores, text, tokens
 from holmesjax.data.documents import Wanted
 from holmesjax.errors import DataError
-from tests.data import test_document_formats as formats, test_token_files as files
+from tests.data import written_documents as formats, written_token_files as files
 from tests.data.object_store import object_store
 
 

@@ -13,7 +13,7 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.data.packing import DocumentRange, Spans, best_fit_decreasing
 from holmesjax.data.sources import Splits
 from holmesjax.errors import DataError, HolmesError
-from tests.data.test_token_files import write_own
+from tests.data.written_token_files import write_own
 
 LENGTH = 16
 

@@ -15,7 +15,7 @@ from holmesjax.data import patience, sources
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import REQUEUE, AbsentDataError, DataError, LostDataError
-from tests.data.test_token_files import DOCUMENTS, write_megatron, write_numpy, write_own
+from tests.data.written_token_files import DOCUMENTS, write_megatron, write_numpy, write_own
 from tests.jobs import write_run
 
 LENGTH = 3

@@ -13,38 +13,14 @@ from holmesjax.config import DataConfig
 from holmesjax.data import token_files, token_formats, tokens
 from holmesjax.data.batches import Batches
 from holmesjax.errors import DataError
-
-DOCUMENTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-
-
-def write_megatron(path, documents, dtype="<u2", code=8, *, cut=()):
-    """A file as Megatron writes it; `cut`: sequences that go on in the next one."""
-    lengths = [len(document) for document in documents]
-    offsets = np.dtype(dtype).itemsize * (np.cumsum(lengths) - lengths)
-    entries = [i for i in range(len(documents) + 1) if i - 1 not in cut]
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(entries))
-    lists = zip((lengths, offsets, entries), ("<i4", "<i8", "<i8"), strict=True)
-    content = head + b"".join(np.array(own, kind).tobytes() for own, kind in lists)
-    path.with_suffix(".idx").write_bytes(content)
-    path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
-    return path
-
-
-def write_own(path, texts, dtype="uint16", **said):
-    tokens_T = np.concatenate(texts).astype(token_files.DTYPES[dtype])
-    lengths = [len(text) for text in texts]
-    starts_D = (np.cumsum(lengths) - lengths).astype("<i8")
-    path.write_bytes(tokens_T.tobytes())
-    path.with_suffix(".starts").write_bytes(starts_D.tobytes())
-    known = {"dtype": dtype, "tokens": len(tokens_T), "documents": len(texts)}
-    known |= {"largest": int(tokens_T.max()), "tokenizer": "bytes"}
-    known |= {"sha256": token_files.hash_of(path)}
-    known |= {"starts_sha256": token_files.hash_of(path.with_suffix(".starts"))}
-    path.with_suffix(".json").write_text(token_files.as_json(known | said))
-    return path
-
-
-STREAM = [token for document in DOCUMENTS for token in document]
+from tests.data.written_token_files import (
+    DOCUMENTS,
+    STREAM,
+    overwrite,
+    write_megatron,
+    write_numpy,
+    write_own,
+)
 
 
 def write_llm_c(path, documents=(), *, magic=20240520, version=1, dtype="<u2"):
@@ -56,11 +32,6 @@ def write_llm_c(path, documents=(), *, magic=20240520, version=1, dtype="<u2"):
 
 def write_llama_3(path):
     return write_llm_c(path, magic=20240801, version=7, dtype="<u4")
-
-
-def write_numpy(path, documents=()):
-    np.save(path.with_suffix(".npy"), np.array(STREAM, np.int32))
-    return path.with_suffix(".npy")
 
 
 def write_plain(path, documents=()):
@@ -157,15 +128,6 @@ def test_the_windows_of_several_files_are_those_of_each_one_cut_at_a_document(tm
             np.testing.assert_array_equal(found[i].tokens, expected_L)
             np.testing.assert_array_equal(found[i].begins, begins_L)
             assert found[i].tokens.dtype == np.int32
-
-
-def overwrite(suffix, at, value):
-    def change(path):
-        with path.with_suffix(suffix).open("r+b") as file:
-            file.seek(at)
-            file.write(value)
-
-    return change
 
 
 def resize(suffix, by):

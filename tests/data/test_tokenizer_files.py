@@ -28,25 +28,9 @@ from holmesjax.data import (
 from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.errors import ConfigError, DataError
 from launch.__main__ import main
+from tests.data.trained_tokenizers import TEXTS, write_bpe, write_corpus
 
-TEXTS = [
-    "def f(x):\n    return x  # naïve → 🙂\n",
-    "<|endoftext|> is text here\n",
-    "a  b\n\tc " * 40,
-]
 END = tokenizer_training.END
-
-
-def write_corpus(folder):
-    folder.mkdir()
-    for i, words in enumerate(TEXTS):
-        (folder / f"{i}.txt").write_text(words)
-    return folder
-
-
-def write_bpe(folder, out):
-    config = DataConfig(corpus=str(folder))
-    tokenizer_training.train(config, 300, out, lambda _: None, is_shown=False)
 
 
 def write_ranks(path):

@@ -15,7 +15,7 @@ from holmesjax.data import text, tokenizing, tokens
 from holmesjax.data.documents import FilePart, Wanted
 from holmesjax.data.tokenizing import Shard, write_shard
 from holmesjax.errors import ConfigError, DataError
-from tests.data.test_tokenizer_files import TEXTS, write_bpe, write_corpus
+from tests.data.trained_tokenizers import TEXTS, write_bpe, write_corpus
 from tests.jobs import ROOT
 
 

@@ -38,34 +38,18 @@ from holmesjax.distributed.messages import (
 )
 from holmesjax.distributed.worker import _Reporter
 from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
-from holmesjax.plan.processes import Process
 from holmesjax.runtime.domain import hold_coordinator_port
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connection_loop, connections
 from holmesjax.transport.handshake import WRONG_KEY
 from tests.clock import stop_callers_clock
+from tests.distributed.scripted_jobs import PROCESSES, process
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
 KEY = b"k" * connections.KEY_BYTES
 SILENCE_S = 20.0
 DEADLINE_S = 60.0  # for what must come: a hang guard
-
-
-def process(number, stage, rank=0):
-    return Process(
-        number=number,
-        name=f"c{stage}/n{number}",
-        cluster=f"c{stage}",
-        node=f"n{number}",
-        stage=stage,
-        rank=rank,
-        devices=(number,),
-        local_devices=(0,),
-    )
-
-
-PROCESSES = (process(0, 0), process(1, 0, 1), process(2, 1))  # two stages; the first has two
 
 
 @pytest.fixture(autouse=True)
@@ -298,9 +282,9 @@ def test_nobody_goes_before_all_are_told_to(controller, members):
         assert event.record.digests == {"train": "1"}
     with pytest.raises(PeerError, match="has not started within"):
         members[0].wait_for(Go, 0.2)
-    controller.broadcast(Go())
+    controller.broadcast(Go(epoch=3))
     for member in members:
-        assert member.wait_for(Go, DEADLINE_S) == Go()
+        assert member.wait_for(Go, DEADLINE_S) == Go(epoch=3)
 
 
 def test_a_member_tells_the_digests_of_the_files_that_are_asked_for(controller, members):

@@ -247,25 +247,53 @@ def assert_blamed(output: str, number: int, words: str) -> None:
     assert words in told
 
 
-def test_what_collectives_raise_lets_the_job_start_again(tmp_path, undisturbed):
+def until_said(job, words: str) -> None:
+    for line in job.process.stdout:
+        job.lines.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"nothing says {words!r} in\n{job.output}")
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        {0: signal.SIGSEGV},
+        pytest.param(
+            {1: signal.SIGABRT, 0: signal.SIGSEGV, 2: signal.SIGBUS}, marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["the coordinator", "each in turn"],
+)
+def test_what_collectives_raise_and_data_that_are_gone_end_no_job(tmp_path, signals):
     """A connection inside of a stage is reset while both ends live, and processes die by signals.
 
     All of these make other processes fail in their collectives, at a moment that is left to chance.
+    The file of tokens is cut while it is trained on, and missing while the job starts again.
     """
     rng = random.Random()
-    signals = {signal.SIGABRT: 1, signal.SIGSEGV: 0, signal.SIGBUS: 2}
+    file = tmp_path / "tokens.bin"
+    whole = np.random.default_rng(0).integers(0, 256, 10**5, dtype=np.uint16).tobytes()
+    file.write_bytes(whole)
     # On a machine that others use, too, a step may take longer than 60 s, the least limit.
-    patience = "distributed.step_timeout_s=240"
-    with start(tmp_path, patience, "--max-restarts", 4) as job:
-        for number in (None, *signals):
+    settings = ("distributed.step_timeout_s=240", f"data.corpus={file}")
+    settings += ("data.source=tokens", "data.dtype=uint16")
+    with start(tmp_path, *settings, "--max-restarts", 4) as job:
+        first_step(job, tmp_path)
+        os.truncate(file, 10)
+        until_said(job, "has become shorter while it was read; it is tried again")
+        file.write_bytes(whole)
+        until_said(job, "the data can be read again")
+        for number, sent in {**signals, None: None}.items():
             seen = len(job.lines)
             first_step(job, tmp_path)
             time.sleep(rng.uniform(0.0, 0.5))
             pids = job.workers()
+            file.unlink()
             if number is None:
                 assert reset_connections(pids[0], pids[1]) >= 1
             else:
-                os.kill(pids[signals[number]], number)
+                os.kill(pids[number], sent)
             job.until("starting again")
             output = "".join(job.lines[seen:])
             if number is None:
@@ -274,12 +302,19 @@ def test_what_collectives_raise_lets_the_job_start_again(tmp_path, undisturbed):
                 assert told[0].startswith("error: a/a-")
                 assert "JaxRuntimeError" in told[0]
             else:
-                assert_blamed(output, signals[number], f"({number.name})")
+                assert_blamed(output, number, f"({sent.name})")
+            until_said(job, "is not there; it is tried again")
+            file.write_bytes(whole)
         first_step(job, tmp_path)
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 0, job.output
+    assert job.output.count("starting again") == len(signals) + 1, job.output
     losses = losses_of(tmp_path)
-    assert losses == undisturbed(len(losses))
+    (tmp_path / "alone").mkdir()
+    run_file = write_run(tmp_path / "alone", CLUSTERS)
+    steps = f"train.steps={len(losses)}"
+    Trainer(run_file, [*SETTINGS, *settings, steps], io.StringIO()).train()
+    assert losses == losses_of(tmp_path / "alone")
 
 
 def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
@@ -310,43 +345,6 @@ def test_a_launcher_that_stood_still_blames_no_process(tmp_path):
         first_step(job, tmp_path)
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 0, job.output
-
-
-# ---- data that are gone for seconds --------------------------------------------------------------
-
-
-def until_said(job, words: str) -> None:
-    for line in job.process.stdout:
-        job.lines.append(line)
-        if words in line:
-            return
-    raise AssertionError(f"nothing says {words!r} in\n{job.output}")
-
-
-def test_data_that_are_gone_for_seconds_end_no_job(tmp_path):
-    """A file of tokens is cut while it is trained on, and missing while the job starts again."""
-    file = tmp_path / "tokens.bin"
-    whole = np.random.default_rng(0).integers(0, 256, 10**5, dtype=np.uint16).tobytes()
-    file.write_bytes(whole)
-    data = (f"data.corpus={file}", "data.source=tokens", "data.dtype=uint16")
-    with start(tmp_path, *data, "--max-restarts", 1) as job:
-        first_step(job, tmp_path)
-        os.truncate(file, 10)
-        until_said(job, "has become shorter while it was read; it is tried again")
-        file.write_bytes(whole)
-        until_said(job, "the data can be read again")
-        writing(job, tmp_path)
-        job.until("step ")
-        job.note_workers()
-        file.unlink()
-        os.kill(job.workers()[2], signal.SIGKILL)
-        job.until("starting again")
-        until_said(job, "is not there; it is tried again")
-        file.write_bytes(whole)
-        first_step(job, tmp_path)
-        job.process.send_signal(signal.SIGINT)
-        assert job.end() == 0, job.output
-    assert job.output.count("starting again") == 1, job.output
 
 
 # ---- a step hangs --------------------------------------------------------------------------------

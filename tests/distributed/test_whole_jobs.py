@@ -1,27 +1,14 @@
 """Whole jobs with a process for every node: what one device computes, and how they fail."""
 
-import functools
-import tempfile
-from pathlib import Path
-
-import jax
 import numpy as np
-import optax
 import pytest
 
-from holmesjax import config as configs
-from holmesjax.data.batches import model_inputs
-from holmesjax.models.layer import init_params, statements
-from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.report import metrics
-from holmesjax.training_setup import read_batches
 from tests.jobs import RunningJob, compiling_once, external_job, write_run
-from tests.one_device import plain_loss
+from tests.plain_losses import SHORT, plain_losses
 
 RTOL = 1e-5  # sums in another order, in float32
 
-# Settings of all jobs here: a block for each of two stages, and a few steps.
-SHORT = ("train.steps=4", "model.num_layers=2")
 
 # name -> nodes of each cluster, by their devices; settings
 JOBS = {
@@ -41,40 +28,15 @@ JOBS = {
         {"a": (2,), "b": (2,)},
         [
             *("parallel.layers=[2,1]", "parallel.tensor=2", "parallel.microbatches=16"),
-            "train.eval_every=4",
+            "train.eval_every=1",
         ],
         [
-            *("model.num_layers=3", "model.width=128", "model.context_length=256"),
+            *("train.steps=1", "model.num_layers=3", "model.width=128"),
+            *("model.context_length=256",),
             *("train.global_batch=16", "train.eval_batches=12"),
         ],
     ),
 }
-
-
-@functools.cache
-def plain_losses(*settings: str) -> list[float]:
-    """A run by `jax.grad` and optax on one device, on the same batches."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_run(Path(folder), {"a": (1,)})
-        config = configs.load(path, [*SHORT, *settings])
-    model, batches = config.model, read_batches(config)
-    params = init_params(model, config.train.seed)
-    optimizer = make_optimizer(config.optimizer, config.train.steps, statements(model))
-    clip = optax.clip_by_global_norm(config.optimizer.clip_norm)
-
-    @jax.jit
-    def train_step(params, opt_state, inputs):
-        loss, gradient = jax.value_and_grad(plain_loss)(params, model, inputs)
-        gradient, _ = clip.update(gradient, clip.init(params))
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    opt_state, losses = jax.jit(optimizer.init)(params), []
-    for step in range(config.train.steps):
-        inputs = model_inputs(batches.train(step * batches.global_batch))
-        params, opt_state, loss = train_step(params, opt_state, inputs)
-        losses.append(float(loss))
-    return losses
 
 
 def losses_of(run_dir) -> list[float]:
@@ -92,7 +54,7 @@ def test_the_steps_are_those_of_one_device(tmp_path, name):
     got = [record["loss"] for record in records]
     np.testing.assert_allclose(got, plain_losses(*model), rtol=RTOL)
     validates = any(word.startswith("train.eval_every") for word in settings)
-    assert [record["step"] for record in records if "val_loss" in record] == [4] * validates
+    assert [record["step"] for record in records if "val_loss" in record] == [1] * validates
 
 
 def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_path):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from holmesjax.config import CHECKOUT
-from tests.hugging_face.test_end_to_end import write_folder
+from tests.hugging_face.model_folders import write_folder
 from tests.jobs import run_launch_here
-from tests.test_documents import PAGES
+from tests.pages import PAGES
 
 RUN = """
 topology: configs/topologies/ib_roce.yaml

@@ -1,13 +1,16 @@
 """A file has its old content or the new one, whatever ends the process that writes it."""
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from holmesjax.files import regular_files
 from holmesjax.files.whole_files import write_whole
 
 KILLED_BEFORE = """
@@ -37,8 +40,26 @@ def test_the_file_has_the_new_content(tmp_path):
 def test_a_process_that_is_killed_leaves_the_old_content(tmp_path, call):
     path = tmp_path / "a.json"
     path.write_text("old")
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     words = [sys.executable, "-c", KILLED_BEFORE, call, str(path)]
     env = os.environ | {"PYTHONPATH": str(root)}
     assert subprocess.run(words, env=env, timeout=60).returncode == -signal.SIGKILL
     assert path.read_text() == "old"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "a.json"
+    with socket.socket(socket.AF_UNIX) as bound:
+        {
+            "pipe": lambda: os.mkfifo(path),
+            "device": lambda: path.symlink_to("/dev/zero"),
+            "socket": lambda: bound.bind(str(path)),
+            "folder": path.mkdir,
+        }[kind]()
+        number = errno.EISDIR if kind == "folder" else errno.ESPIPE
+        for mode in ("rb", "ab", "r+b"):
+            with pytest.raises(OSError, match=r"directory|and no file") as refused:
+                regular_files.open_file(path, mode)
+            assert (refused.value.errno, refused.value.filename) == (number, str(path)), mode

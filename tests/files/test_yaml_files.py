@@ -16,7 +16,7 @@ from holmesjax.files import yaml_files
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HANG_S = 100.0  # work that grows faster than its file takes far longer
 
 RUN = """\

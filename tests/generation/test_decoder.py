@@ -8,28 +8,9 @@ from jax.sharding import Mesh
 from holmesjax.generation.decoder import Decoder, ModelPart, on_devices
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
+from tests.generation.odd_models import WINDOWS, extended, loud
+from tests.hand_made_plans import VARIANTS, make_model
 from tests.one_device import logits_of
-from tests.runtime.test_pipeline import VARIANTS, make_model
-
-WINDOWS = {"pattern": ("block", "window_block"), "window": 5}
-
-
-def loud(params):
-    """Larger weights, so that the likeliest token changes from place to place."""
-    return jax.tree.map(lambda x: x * np.float32(8) if x.ndim > 1 else x, params)
-
-
-def extended(decoder, token_BL, cuts, *, most=16):
-    """Logits of all tokens, some of each row at a time; the caches at last."""
-    caches = decoder.empty_caches(len(token_BL), most)
-    start, found = 0, []
-    for cut in cuts:
-        position = np.arange(start, start + cut, dtype=np.int32) + np.zeros_like(token_BL[:, :1])
-        new_BL = token_BL[:, start : start + cut]
-        logits_BLV, caches = decoder.extend(caches, new_BL, position)
-        found.append(np.asarray(logits_BLV))
-        start += cut
-    return np.concatenate(found, axis=1), caches
 
 
 @pytest.mark.parametrize("changes", [*VARIANTS.values(), WINDOWS], ids=[*VARIANTS, "windows"])

@@ -1,17 +1,22 @@
 """Models from folders of Hugging Face's format, with caches of keys."""
 
+import itertools
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from holmesjax.config import ModelConfig
+from holmesjax.data import tokenizer_files
 from holmesjax.errors import ConfigError
 from holmesjax.generation.decoder import Decoder, on_devices
 from holmesjax.generation.sampler import Sampler
 from holmesjax.hugging_face import folder
 from launch.__main__ import main
-from tests.data.test_tokenizer_files import write_bpe, write_corpus
-from tests.generation.test_decoder import extended
+from tests.data import tokenizer_kinds
+from tests.data.trained_tokenizers import write_bpe, write_corpus
+from tests.generation.odd_models import extended
 from tests.hugging_face.families import CONFIGS, tensors_of, write_config
 from tests.one_device import logits_of
 
@@ -55,3 +60,44 @@ def test_generate_reads_a_folder(tmp_path, capsys):
     write_folder(path, "llama", vocab_size=96, num_hidden_layers=1)
     with pytest.raises(ConfigError, match=r"must be at least 300.*\n.*\n  fix: use 384"):
         Sampler.of_hugging_face(path)
+
+
+def write_chains(path, *chains):
+    """A model whose likeliest token follows from the one before, as tokens follow in a chain."""
+    settings = dict(vocab_size=448, num_hidden_layers=1, hidden_size=96, tie_word_embeddings=False)
+    write_config(path, "llama", **settings)
+    tensors = tensors_of("llama", ModelConfig(**folder.settings_of(str(path))))
+    table, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    head[:] = 0
+    for chain in chains:
+        for token, following in itertools.pairwise(chain):
+            head[following] += table[token]
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name][:] = 0
+    tensors["model.norm.weight"][:] = 1
+    save_file(tensors, path / folder.WEIGHTS)
+
+
+def test_generate_ends_an_answer_with_its_turn_and_at_what_stop_names(tmp_path, capsys):
+    """The end of a turn is in the template alone, and the end of the tokenizer comes nowhere."""
+    path = tmp_path / "hf"
+    config = {"eos_token": "<|endoftext|>", "chat_template": tokenizer_kinds.CHATML}
+    tokenizer_kinds.write(path, tokenizer_kinds.byte_level(), config)
+    tokenizer = tokenizer_files.load(path)
+    words, more = tokenizer.encode("on time").tolist(), tokenizer.encode("luck").tolist()
+    start, end = (tokenizer.marks[mark] for mark in ("<|im_start|>", "<|im_end|>"))
+    asked = tokenizer.answer_prompt([{"role": "user", "content": "When?"}])
+    (raw,) = tokenizer.encode("x").tolist()
+    assert len({*words, *more}) == len(words) + len(more), "a token has one that follows it"
+    write_chains(path, [asked[-1], *words, end, end], [raw, *more, start, start])
+    for options, text, ended_by in (
+        (["--chat", "--prompt", "When?"], "on time", "end"),
+        (["--chat", "--prompt", "When?", "--stop", " time"], "on", "stop"),
+        (["--prompt", "x", "--stop", "<|im_start|>"], "luck", "stop"),
+        (["--prompt", "x"], "luck", "length"),
+    ):
+        words = ["--temperature=0", "--max-tokens", str(len(more) + 9), "--json", *options]
+        assert main(["generate", str(path), *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["text"], found["ended_by"]) == (text, ended_by), options

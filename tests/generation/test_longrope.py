@@ -11,7 +11,7 @@ from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.generation.decoder import Decoder, on_devices
 from holmesjax.generation.sampler import Sampler
 from holmesjax.generation.sampling import Sampling
-from tests.generation.test_decoder import extended
+from tests.generation.odd_models import extended
 from tests.models import family_oracle
 from tests.models.families import MODELS, TOKENS, params, tensors
 from tests.one_device import logits_of

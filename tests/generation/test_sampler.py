@@ -18,12 +18,12 @@ from holmesjax.generation.sampler import Sampler
 from holmesjax.generation.sampling import Sampling
 from holmesjax.models.layer import init_params
 from launch.__main__ import main
-from tests.checkpoints.test_restoring import damage, folders, write
 from tests.data.tokenizer_kinds import CHATML, byte_level, write as write_tokenizer
-from tests.generation.test_decoder import WINDOWS, loud
+from tests.generation.odd_models import WINDOWS, loud
+from tests.hand_made_plans import make_model
 from tests.jobs import write_run
 from tests.one_device import logits_of
-from tests.runtime.test_pipeline import make_model
+from tests.written_checkpoints import damage, folders, write
 
 GREEDY = Sampling(temperature=0.0)
 BYTES = ByteTokenizer()

@@ -14,8 +14,8 @@ from holmesjax.generation.stage_decoder import StageDecoder, crossings, lengths
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
 from holmesjax.parallel import sharding
-from tests.generation.test_decoder import WINDOWS, loud
-from tests.runtime.test_pipeline import make_model
+from tests.generation.odd_models import WINDOWS, loud
+from tests.hand_made_plans import make_model
 from tests.two_stages import make_plan, mesh_of
 
 PROMPTS = ([65, 66], list(range(40, 63)))

@@ -91,8 +91,10 @@ def test_a_check_that_did_not_end_is_repeated_an_hour_later(judge, tmp_path, mon
     assert said == [CHECKING, WARNING]
     assert judge("right") == (found, [])
     [kept] = tmp_path.rglob("*.json")
-    before_s = kept.stat().st_mtime - kernel_check.RETRY_S
-    os.utime(kept, (before_s, before_s))
+    written_s = kept.stat().st_mtime
+    for changed_s in (10 * kernel_check.RETRY_S, -kernel_check.RETRY_S):  # of a clock set back, too
+        os.utime(kept, (written_s + changed_s, written_s + changed_s))
+        assert kernel_check._read(kept) is None
     monkeypatch.setattr(kernel_check, "_run", lambda *args: None)
     assert judge("right")[1] == [CHECKING]
     assert judge("hanging")[1] == []

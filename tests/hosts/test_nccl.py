@@ -188,6 +188,17 @@ def test_a_worker_finds_its_addresses_and_what_is_set_wins(tmp_path, key_file, m
     env["HOLMES_ADDRESSES"] = '{"ethernet": ["10.7.0.1"]}'
     place = ProcessEnvironment.read(env, lambda: pytest.fail("nobody asked"))
     assert place.addresses == {"ethernet": ["10.7.0.1"]}
+    for name, wrong in (
+        ("HOLMES_PROCESS", "x"),
+        ("HOLMES_PROCESS", "-1"),
+        ("HOLMES_CONTROLLER", "7000"),
+        ("HOLMES_CONTROLLER", "10.0.0.1:99999"),
+        ("HOLMES_RESTART", "one"),
+        ("HOLMES_ADDRESSES", "{"),
+        ("HOLMES_ADDRESSES", '{"ethernet": "10.7.0.1"}'),  # a list of characters, once
+    ):
+        with pytest.raises(HolmesError, match=f"^{name}: makes no sense\n  found: '{wrong}'"):
+            ProcessEnvironment.read(env | {name: wrong}, lambda: mixed)
     del env["HOLMES_ADDRESSES"]
     without = find("no_nic", tmp_path)
     with pytest.raises(HolmesError) as error:

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, restoring
 from holmesjax.config import ModelConfig
-from holmesjax.hugging_face import config_json_export
 from holmesjax.liveness import lease
 from holmesjax.models.layer import init_params
 from holmesjax.parallel.mesh import build_meshes
@@ -23,6 +22,7 @@ from launch.__main__ import main
 from tests import one_device
 from tests.hugging_face import transformers_child
 from tests.hugging_face.families import tensors_of, write_config
+from tests.hugging_face.model_folders import write_folder
 from tests.models import family_oracle
 from tests.models.families import MODELS
 
@@ -38,19 +38,6 @@ PLANS = [
     {"topology": "configs/topologies/ib_roce.yaml", "parallel.stages": 2, "parallel.data": 2},
     {"topology": "configs/topologies/one_node.yaml", "parallel.stages": 1, "parallel.data": 1},
 ]
-
-
-def write_folder(where: Path, family: str, num_layers: int, dtype: str = "F32") -> ModelConfig:
-    """A small random model of a family that reads bytes."""
-    model = dataclasses.replace(
-        MODELS[family], vocab_size=256, context_length=32, num_layers=num_layers
-    )
-    where.mkdir()
-    name = {"F32": "float32", "BF16": "bfloat16"}[dtype]
-    config = config_json_export.write(model, family, name) | {"eos_token_id": 0}
-    (where / "config.json").write_text(json.dumps(config))
-    save_file(tensors_of(family, model, dtype), where / "model.safetensors")
-    return model
 
 
 def logits_of(model: ModelConfig, params: dict, tokens: np.ndarray = TOKENS) -> np.ndarray:
@@ -122,8 +109,8 @@ def test_the_devices_of_any_plan_read_what_they_hold(plan, tmp_path):
     assert dataclasses.replace(job.config.model, hf=None) == model
     whole = init_params(job.config.model, 0)
     meshes = build_meshes(job.plan, jax.devices())
-    for stage in make_chunks(job, dict(enumerate(meshes)), {}):
-        for layer, params in stage.init(0).params.items():
+    for chunk in make_chunks(job, dict(enumerate(meshes)), {}):
+        for layer, params in chunk.init(0).params.items():
             jax.tree.map(
                 np.testing.assert_array_equal, params, {k: whole[layer][k] for k in params}
             )

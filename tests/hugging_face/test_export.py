@@ -17,11 +17,7 @@ from holmesjax.hugging_face import export, folder, tensor_rows
 from holmesjax.hugging_face.safetensors_file import DTYPES, write
 from launch.__main__ import main
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
-
-
-def layers_of(weights: folder.Weights) -> Iterator[export.Layer]:
-    for layer, places in weights.places.items():
-        yield layer, {name: weights.read(layer, name) for name in places}
+from tests.hugging_face.read_back import layers_of
 
 
 def load(where: Path) -> dict[str, np.ndarray]:

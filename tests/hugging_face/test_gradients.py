@@ -10,11 +10,11 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.hugging_face import folder
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, put
 from tests.hugging_face import transformers_child
-from tests.hugging_face.test_end_to_end import write_folder
+from tests.hugging_face.model_folders import write_folder
 from tests.models.families import MODELS
 from tests.one_device import MICROBATCH
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, put
 
 pytestmark = pytest.mark.exhaustive
 OPTIMIZER = OptimizerConfig(schedule="constant", clip_norm=None, **transformers_child.STEP)

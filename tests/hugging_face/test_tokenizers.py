@@ -35,7 +35,7 @@ from tests.data.tokenizer_kinds import (
     write,
 )
 from tests.hugging_face.families import tensors_of, write_config
-from tests.hugging_face.test_export import layers_of
+from tests.hugging_face.read_back import layers_of
 
 CHILD = Path(__file__).with_name("auto_tokenizer.py")
 FAMILIES = ("llama", "qwen2", "gemma3_text", "phi3")

@@ -16,9 +16,9 @@ from kernels.adamw import Leaf, Turn, adamw_step
 from kernels.adamw_pallas import FORMATS, PartPlace, adamw_pallas, unsupported
 from kernels.adamw_shards import adamw_on_shards
 from kernels.attention import warpgroups
+from tests.adamw_steps import HERE, assert_near_steps, leaf_kept, third_step
 from tests.arrays import normal
 from tests.kernels.attention.gpus import INTERPRET, first_devices, lowered_for_cuda
-from tests.kernels.test_adamw import HERE, assert_near_steps, leaf_kept, third_step
 
 simulated = pytest.mark.skipif(
     INTERPRET and not warpgroups.CAN_SIMULATE,

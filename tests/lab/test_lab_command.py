@@ -8,8 +8,7 @@ import pytest
 
 from holmesjax.topology import calibration
 from tests.jobs import run_launch, run_launch_here, write_run
-from tests.lab.test_lab_network import CLUSTERS, left_behind
-from tests.labs import needs_lab
+from tests.labs import CLUSTERS, left_behind, needs_lab
 
 
 def test_a_dry_run_needs_no_root_and_changes_nothing(tmp_path):

@@ -21,7 +21,7 @@ from holmesjax.report import metrics
 from holmesjax.topology import loading
 from launch.lab_machine import namespaces
 from tests.jobs import RunningJob, compiling_once, run_launch_here, write_run
-from tests.labs import needs_lab
+from tests.labs import CLUSTERS, left_behind, needs_lab
 
 SERVER = """
 import socket, sys
@@ -52,20 +52,6 @@ def wait_until(condition):
     while not (found := condition()):
         assert time.monotonic() < deadline_s, "it does not come"
         time.sleep(0.02)
-    return found
-
-
-def left_behind(id: str) -> list[str]:
-    """The traces of a lab of this name on this machine."""
-    lab = f"holmes-{id}"
-    found = [name for name in os.listdir("/var/run/netns") if name.partition(".")[0] == lab]
-    found += [str(p) for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(lab)]
-    found += [str(p) for p in Path("/run/holmesjax").glob(id)]
-    made = re.compile(r"n\d+-(eth|fast)|br-(eth|eth-\d+|\d)|(up|down)\d+")
-    found += [name for _, name in socket.if_nameindex() if made.fullmatch(name)]
-    for path in Path("/proc").glob("[0-9]*/cgroup"):
-        with contextlib.suppress(OSError):
-            found += [str(path)] * (f"/{lab}/" in path.read_text())
     return found
 
 
@@ -290,7 +276,6 @@ print(repr([socket.gethostname(), names, sorted(os.sched_getaffinity(0)), share]
 # ---- whole jobs ----------------------------------------------------------------------------
 
 
-CLUSTERS = {"a": (1, 1), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16"]
 
 

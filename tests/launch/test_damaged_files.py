@@ -98,11 +98,17 @@ def a_file(path):
     path.write_text("a file")
 
 
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def zeros(path):
     path.write_bytes(bytes(64))
 
 
-WAYS = [empty, cut, no_utf_8, other_shape, other_values, nested, no_date, a_folder, zeros]
+WAYS = [empty, cut, no_utf_8, other_shape, other_values, nested, no_date, zeros]
+WAYS += [a_folder, a_pipe]
 JOB = ["train", "RUN", "--launcher", "local", "train.steps=4"]
 VERBS = {
     "train": ["train", "RUN"],
@@ -111,6 +117,7 @@ VERBS = {
     "data": ["data", "RUN"],
     "top": ["top", "RUN", "--once"],
     "compare": ["compare", "RUN"],
+    "report": ["report", "RUN"],
     "generate": ["generate", "RUN", "--prompt", "a", "--max-tokens", "1"],
     "export": ["export", "RUN", "--out", "OUT"],
     "doctor": ["doctor", "RUN"],
@@ -121,8 +128,8 @@ STARTS, MANIFEST = {"train", "job"}, STEP / manifest.MANIFEST
 NEEDED = {
     "config.yaml": set(VERBS),
     "topology.yaml": {*STARTS, "plan", "doctor", "worker"},
-    "plan.yaml": {"top", "worker"},
-    metrics.FILE: {"compare"},
+    "plan.yaml": {"top", "report", "worker"},
+    metrics.FILE: {"compare", "report"},
     RECORD: {"job"},
     committed.RECORD: STARTS,
     computing.PERMITTED: {"job"},
@@ -134,7 +141,7 @@ READ = {
     "plan.yaml": STARTS,
     "environment.yaml": STARTS,
     metrics.FILE: {"top", "job"},
-    recorder.TIMELINE: {"job"},
+    recorder.TIMELINE: {"job", "report"},
     lease.FILE: {*STARTS, "top"},
 }
 FOLDERS = {"logs": {"job"}, manifest.FOLDER: {*STARTS, "generate", "export"}}
@@ -174,7 +181,8 @@ def damages(verb):
     """Each damage to a file that a verb reads: the file, what is done to it, and the words."""
     for name, verbs in {**READ, **NEEDED}.items():
         if verb in verbs | READ.get(name, set()):
-            yield from ((name, way, way.__name__) for way in WAYS)
+            ways = WAYS if name.endswith(".yaml") else [way for way in WAYS if way is not no_date]
+            yield from ((name, way, way.__name__) for way in ways)
     for name, verbs in FOLDERS.items():
         if verb in verbs:
             yield name, a_file, "a_file"

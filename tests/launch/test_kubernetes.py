@@ -26,10 +26,11 @@ from holmesjax.transport import connections
 from launch.launchers import kubernetes
 from launch.launchers.components import read_options
 from launch.launchers.kubernetes_options import KubernetesOptions, mistakes
-from tests.distributed.test_whole_jobs import plain_losses
 from tests.jobs import ROOT, compiling_once, write_run
-from tests.launch.test_slurm import GPUS, gpu_job
+from tests.launch.gpu_jobs import GPUS, gpu_job
+from tests.launch.schemas import schema
 from tests.one_device import RTOL
+from tests.plain_losses import plain_losses
 
 EVERYTHING = """
 image: registry.example.com/holmes:1
@@ -69,31 +70,6 @@ port: {port}
 clusters:
   - {{name: {cluster}, node_selector: {{gpu: h100}}, limits: {{rdma/hca: "1"}}}}
 """
-
-
-def schema() -> dict:
-    """The schema of a JobSet, from its custom resource definition; unknown keys are mistakes."""
-    path = Path(os.environ.get("JOBSET_CRD", ROOT.parent / "shared/data/jobset-crd.yaml"))
-    if not path.is_file():
-        pytest.skip(f"needs JobSet's custom resource definition: set JOBSET_CRD; not at {path}")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    definition = yaml.load(path.read_text(), Loader=loader)
-    [version] = [v for v in definition["spec"]["versions"] if v["name"] == "v1alpha2"]
-    found = version["schema"]["openAPIV3Schema"]
-    close(found)
-    return found
-
-
-def close(node):
-    """Refuses keys that the schema does not list, as the API server does with strict fields."""
-    if isinstance(node, list):
-        for item in node:
-            close(item)
-    if isinstance(node, dict):
-        if isinstance(node.get("properties"), dict) and "additionalProperties" not in node:
-            node["additionalProperties"] = False
-        for value in node.values():
-            close(value)
 
 
 def write(tmp_path, job, capsys, *, port=7000, max_restarts=3, text=OPTIONS):

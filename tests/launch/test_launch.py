@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from holmesjax.checkpoints import manifest
+from holmesjax.errors import REQUEUE
 from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
@@ -192,7 +193,7 @@ def test_a_damaged_checkpoint_is_noticed_and_one_before_resumes_on_another_plan(
     one_node = ["topology=configs/topologies/one_node.yaml", "parallel.clusters=null"]
     settings = [*one_node, "parallel.microbatches=1", "checkpoint.every=2"]
     done = run_launch("train", run_dir, *settings)
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == REQUEUE, done.stdout + done.stderr
     assert "is damaged" in done.stdout
     assert "resuming after step 3" in done.stdout
     assert [path.name for path in checkpoints.glob("*.damaged")] == ["step_00000008.damaged"]

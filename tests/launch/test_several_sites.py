@@ -14,10 +14,10 @@ import yaml
 
 from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics
-from tests.distributed.test_whole_jobs import plain_losses
 from tests.jobs import ROOT, compiling_once, free_listen, write_run
-from tests.launch.test_kubernetes import schema
+from tests.launch.schemas import schema
 from tests.one_device import RTOL
+from tests.plain_losses import plain_losses
 
 PAGE = (CHECKOUT / "docs/several_sites.md").read_text()
 LAUNCHER, SITE = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

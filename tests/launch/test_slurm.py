@@ -29,11 +29,11 @@ from holmesjax.transport import connections
 from launch.launchers import slurm, slurm_options
 from launch.launchers.components import make_components
 from launch.launchers.slurm_options import SlurmOptions
-from tests.distributed.test_whole_jobs import plain_losses
 from tests.jobs import ROOT, RunningJob, write_run
+from tests.launch.gpu_jobs import CLUSTERS, GPUS, gpu_job
 from tests.one_device import RTOL
+from tests.plain_losses import plain_losses
 
-CLUSTERS = {"a": (1, 1), "b": (1,)}
 STEPS = 60
 SETTINGS = ["model.num_layers=2", "model.width=16", f"train.steps={STEPS}", "checkpoint.every=20"]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -247,16 +247,6 @@ def test_an_allocation_of_another_size_is_refused(cluster, tmp_path):
 
 # ---- the file for sbatch -------------------------------------------------------------------------
 
-GPUS = """
-name: gpus
-clusters:
-  - {name: hopper, fabric: infiniband, nodes: 2, devices: {kind: h100, count: 8},
-     nics: [{kind: infiniband_400, count: 8}, {kind: ethernet_25}]}
-  - {name: ampere, fabric: roce, nodes: 2, devices: {kind: a100_80gb, count: 4},
-     nics: [{kind: roce_200, count: 4}, {kind: ethernet_25}]}
-links:
-  - {between: [hopper, ampere], fabric: ethernet, bandwidth: 25 Gb/s, latency: 50 us}
-"""
 OPTIONS = """
 time: 2-00:00:00
 sbatch: [--account=me]
@@ -265,15 +255,6 @@ python: /opt/py thon
 clusters:
   - {name: ampere, sbatch: ["--constraint=a100&big"]}
 """
-
-
-def gpu_job(tmp_path, *settings):
-    run_file = write_run(tmp_path, CLUSTERS)
-    (tmp_path / "run_topology.yaml").write_text(GPUS)
-    # Large enough for replicas on every device to pay.
-    model = ["model.width=4096", "model.num_heads=32", "model.context_length=2048"]
-    own = ["train.global_batch=64", "run.rehearse=false", "parallel.clusters=[hopper, ampere]"]
-    return jobs.load(run_file, [*model, *own, *settings])
 
 
 def script_of(tmp_path, *settings):
@@ -469,7 +450,7 @@ def test_a_place_in_a_component_is_a_number_in_the_job(tmp_path, own, number):
     env = {"HOLMES_CONTROLLER": "10.0.0.1:7000", "HOLMES_KEY_FILE": str(tmp_path / "key")}
     env |= {"HOLMES_ADDRESSES": '{"ethernet": ["10.0.0.2"]}', **own}
     if number is None:
-        with pytest.raises(HolmesError, match="makes no sense"):
+        with pytest.raises(HolmesError, match="HOLMES_PROCESSES: makes no sense"):
             ProcessEnvironment.read(env, nics.discover)
     else:
         assert ProcessEnvironment.read(env, nics.discover).number == number

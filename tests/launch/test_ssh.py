@@ -346,6 +346,12 @@ WRONG = [
     ("{node: a-1, ssh: x}", "hosts[2].node: no such node", "did you mean 'a-0'?"),
     ("{node: a-0, ssh: x}", "hosts[2].node: is described twice", "found: a-0"),
     ("{node: c, ssh: me@one, port: 2222}", "hosts[2].ssh: is reached as another", "as a-0"),
+    ("{node: c, ssh: you@ONE, port: 2222}", "hosts[2].ssh: is reached as another", "as a-0"),
+    ("{node: c, ssh: 'one:2222'}", "is nothing that ssh can connect to", "and the rest in port"),
+    ("{node: c, ssh: 'one '}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
+    ("{node: c, ssh: me@-oX=y}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
+    ("{node: c, addresses: {roce: [224.0.0.1]}}", "is no IPv4 address", "found: 224.0.0.1"),
+    ("{node: c, addresses: {roce: [10.0.0.9, 10.0.0.9]}}", "roce[1]: is there twice", "10.0.0.9"),
     ("{node: c, addresses: {roce: [10.0.0.1]}}", "is the address of another node", "as b-0"),
     ("{node: c, addresses: {roce: [one]}}", "addresses.roce[0]: is no IPv4 address", "found: one"),
     (

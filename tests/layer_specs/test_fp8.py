@@ -22,8 +22,8 @@ from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("fp8")
 
@@ -42,7 +42,7 @@ FLIPPED_RTOL = 2e-3
 CASES = {
     "one program, sequences cut, computed again": (
         Fp8Config(history=HISTORY),
-        hand_made_plan((2,), 2, 1, context=2, microbatches=2, remat="full"),
+        hand_made_plan((2,), 2, 1, context=2, microbatches=2, checkpointing="full"),
     ),
     "split backward, unlike stages": (
         Fp8Config(history=HISTORY, exclude_down=True),
@@ -50,7 +50,7 @@ CASES = {
     ),
     "two stages, computed again": (
         Fp8Config(scaling="current", exclude_last=1),
-        hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), remat="dots"),
+        hand_made_plan((1, 1), (2, 1), 2, fsdp=(1, 2), checkpointing="dots"),
     ),
 }
 
@@ -165,7 +165,9 @@ PRODUCTS = (  # of a forward, and of a backward
 )
 
 
-@pytest.mark.parametrize("cut", [{}, {"fsdp": 2, "remat": "full"}], ids=["one device", "fsdp"])
+@pytest.mark.parametrize(
+    "cut", [{}, {"fsdp": 2, "checkpointing": "full"}], ids=["one device", "fsdp"]
+)
 def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
     """Both operands of a product have the contracted dim last; gradients are added up precisely.
 
@@ -181,7 +183,7 @@ def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
     text_of = lambda run, *args: jax.jit(run).lower(*args).as_text()
     gather = text_of(chunk.gather, chunk.state_shapes.params)
     texts = [text_of(forward, fixed, replicas, None, batch), text_of(backward, *held, dy)]
-    again = 6 * ("remat" in cut)  # a backward does not read the result of `down`
+    again = 6 * ("checkpointing" in cut)  # a backward does not read the result of `down`
     for text, counts in zip(texts, [(7, 0), (again, 14)], strict=True):
         found = Counter((*own[:2], *sorted(own[2:])) for own in FP8_DOT.findall(text))
         assert found == +Counter(dict(zip(PRODUCTS, counts, strict=True)))

@@ -15,9 +15,9 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import init_params
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
-from tests.models.test_own_model import initial, plain_loss
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.own_model_steps import initial, plain_loss
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("frozen")
@@ -28,7 +28,7 @@ FIRST = make_model(**GATED, frozen=("embed/*", "block_000/*"))  # all of the fir
 TIED = make_model(num_layers=2, tied_embeddings=True, frozen=("embed/token_VD", "*/up_DF"))
 HEAD_ALONE = make_model(num_layers=2, frozen=("embed/*", "block_*"))
 CASES = {
-    "one program": (ENDS, hand_made_plan((2,), 2, 2, fsdp=2, remat="full")),
+    "one program": (ENDS, hand_made_plan((2,), 2, 2, fsdp=2, checkpointing="full")),
     "all of one stage, one replica": (FIRST, hand_made_plan((1, 1), 1, 2, microbatches=2)),
     "all of one stage, a divided backward": (
         FIRST,

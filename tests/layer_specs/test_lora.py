@@ -18,8 +18,9 @@ from holmesjax.models.layer import apply, init_params
 from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, logits_of, plain_loss, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.random_adapters import adapted_states, apart, random_bs
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("lora")
@@ -52,14 +53,6 @@ GPT2 = make_model(
 
 def base_of(model):
     return dataclasses.replace(model, lora=None)
-
-
-def apart(params):
-    """The parameters of the base, and the adapters, by layer."""
-    is_adapter = lambda name: name.endswith("_lora")
-    base = {n: {k: x for k, x in own.items() if not is_adapter(k)} for n, own in params.items()}
-    adapters = {n: {k: x for k, x in own.items() if is_adapter(k)} for n, own in params.items()}
-    return base, adapters
 
 
 UNLIKE = make_model(
@@ -106,29 +99,6 @@ def merged(model, base, adapters):
     return whole
 
 
-def random_bs(model):
-    """Initial values, but for B, which are no zeros."""
-    random, (base, adapters) = np.random.default_rng(0), apart(init_params(model, SEED))
-    draw = lambda x: random.normal(0, 0.1, x.shape).astype(np.float32)
-    pick = lambda path, x: draw(x) if path[-1].key.startswith("b_") else x
-    return base, jax.tree_util.tree_map_with_path(pick, adapters)
-
-
-def adapted_states(runner, adapters):
-    """The states of all stages with these adapters."""
-    return [
-        dataclasses.replace(
-            state,
-            params=jax.tree.map(
-                lambda x, new: jax.device_put(new, x.sharding),
-                state.params,
-                {layer: adapters[layer] for layer in state.params},
-            ),
-        )
-        for state in runner.init(SEED)
-    ]
-
-
 @functools.cache
 def plain_step(model):
     base, adapters = random_bs(model)
@@ -138,9 +108,12 @@ def plain_step(model):
 
 
 PLANS = {
-    "one program, computed again": (LLAMA, hand_made_plan((2,), 2, 2, fsdp=2, remat="full")),
+    "one program, computed again": (
+        LLAMA,
+        hand_made_plan((2,), 2, 2, fsdp=2, checkpointing="full"),
+    ),
     "split backward, a tied table": (GPT2, hand_made_plan((1, 1), 1, 2, schedule="zero_bubble")),
-    "unlike ranks, two stages": (UNLIKE, hand_made_plan((1, 1), 2, 2, remat="dots")),
+    "unlike ranks, two stages": (UNLIKE, hand_made_plan((1, 1), 2, 2, checkpointing="dots")),
 }
 
 

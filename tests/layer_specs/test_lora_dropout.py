@@ -18,9 +18,9 @@ from holmesjax.runtime.microbatch import Residuals
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.arrays import normal
-from tests.layer_specs.test_lora import adapted_states, random_bs
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.random_adapters import adapted_states, random_bs
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("lora_dropout")
@@ -30,7 +30,7 @@ LORA = LoraConfig(rank=4, alpha=6.0, targets=("all-linear",), dropout=RATE)
 MODEL = make_model(num_layers=2, num_kv_heads=2, positions="learned", lora=LORA)
 PLANS = {
     "one program, parts of sequences, computed again": hand_made_plan(
-        (2,), 1, 2, context=2, microbatches=2, remat="full"
+        (2,), 1, 2, context=2, microbatches=2, checkpointing="full"
     ),
     "a divided backward, unlike stages": hand_made_plan(
         (1, 1), (2, 1), (1, 2), fsdp=(1, 2), microbatches=2, schedule="zero_bubble"

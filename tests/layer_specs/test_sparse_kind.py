@@ -28,8 +28,8 @@ from holmesjax.layer_specs.kind import (
 from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, apply, init_params, param_shapes
 from holmesjax.runtime.compilation import compile_chunks
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.jobs import run_launch_here, write_run
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
 SPARSE = f"{__name__}:sparse"

@@ -38,9 +38,9 @@ from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from holmesjax.training_setup import read_batches
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import RunningJob, run_launch_here, write_run
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("toy_kind")
 
@@ -162,7 +162,9 @@ def test_a_copy_of_a_weight_for_each_microbatch_is_refused_by_the_weights_name(c
 FIRST = 24  # the number of the first sequence of the step
 MODEL = make_model(num_layers=3, pattern=(TOY, "block"))
 PLANS = {
-    "one program, computed again": hand_made_plan((3,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+    "one program, computed again": hand_made_plan(
+        (3,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"
+    ),
     "split backward, unlike stages": hand_made_plan(
         (1, 2), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),

@@ -16,8 +16,8 @@ from holmesjax.planner.stage_layouts import context_sizes
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests.clusters import make_config
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("window")
 

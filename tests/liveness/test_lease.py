@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from holmesjax.checkpoints import committed
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
+from holmesjax.files import whole_files
 from holmesjax.liveness import lease
 from holmesjax.liveness.lease import EPOCH, FILE, Lease
 from holmesjax.report import metrics
@@ -275,8 +278,8 @@ def test_nothing_is_taken_away_while_the_lease_is_not_to_be_seen(tmp_path, monke
 
 
 def test_other_processes_of_a_job_see_that_its_folder_is_another_s(tmp_path, quick):
-    with Lease(tmp_path):
-        check = lease.fence(tmp_path)
+    with Lease(tmp_path) as held:
+        check = lease.fence(tmp_path, held.epoch)
         check()
         taken = lease._text(foreign())
         aside = (tmp_path / FILE).rename(tmp_path / "aside")
@@ -378,6 +381,38 @@ def test_a_commit_of_who_has_lost_the_run_is_taken_back(tmp_path):
         with pytest.raises(LostLeaseError, match=r"epoch .*this process has 1"):
             held.act(lambda: done.append("do"), lambda: done.append("undo"))
     assert done == ["do", "do", "undo"]
+
+
+SUCCESSOR = """
+import sys
+from holmesjax.checkpoints import committed
+from holmesjax.liveness.lease import Lease
+with Lease(sys.argv[1]):
+    committed.note(sys.argv[1], 9)
+"""
+
+
+STOPS = [(whole_files, "temporary_of"), (Path, "replace")]
+
+
+@pytest.mark.parametrize("call", STOPS, ids=lambda call: call[1])
+def test_who_wakes_up_in_a_write_replaces_nothing_of_its_successor_s(tmp_path, monkeypatch, call):
+    """It stood still behind its first look, or behind its second, with its content on the disk."""
+    own = getattr(*call)
+
+    def sleeps(*args):
+        monkeypatch.undo()
+        rob(tmp_path, lease._text({**lease._own_record(), "pid": 2**22 + 1}))
+        subprocess.run([sys.executable, "-c", SUCCESSOR, tmp_path], cwd=ROOT, check=True)
+        return own(*args)
+
+    with Lease(tmp_path) as held:
+        committed.note(tmp_path, 1)
+        monkeypatch.setattr(*call, sleeps)
+        with pytest.raises((FileNotFoundError, LostLeaseError)):
+            held.guard(committed.note)(tmp_path, 2)
+    assert committed.read(tmp_path) == 9
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 SHORT = """

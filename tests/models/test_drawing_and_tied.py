@@ -15,9 +15,9 @@ from holmesjax.models.own_model import functions, next_token_losses
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests import own_models
-from tests.models.test_own_model import initial
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.own_model_steps import initial
 
 pytestmark = pytest.mark.xdist_group("drawing_and_tied")
 
@@ -45,7 +45,7 @@ def dropping(settings):
 SIZES = {"width": 16, "num_heads": 1, "tied_embeddings": True}
 MODEL = make_model(num_layers=2, module=f"{__name__}:dropping", **SIZES)
 PLANS = {
-    "one program, full": hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+    "one program, full": hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
     "split backward, unlike stages": hand_made_plan(
         (1, 1), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),

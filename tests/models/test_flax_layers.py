@@ -13,9 +13,9 @@ from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from tests import own_models
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.one_device import RTOL, SEED, assert_near
 from tests.own_models import CLASSES, PATCHES, WIDTH
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 pytestmark = pytest.mark.xdist_group("flax_layers")
 
@@ -59,7 +59,7 @@ def plain_loss(params, patch_BLP, label_B):
 
 
 def test_a_step_on_cut_stages_is_that_of_flax_on_one_device():
-    plan = hand_made_plan((1, 1), (1, 2), (2, 1), fsdp=2, microbatches=2, remat="none")
+    plan = hand_made_plan((1, 1), (1, 2), (2, 1), fsdp=2, microbatches=2, checkpointing="none")
     runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
     params = {layer: own for state in states for layer, own in state.params.items()}

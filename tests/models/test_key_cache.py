@@ -9,8 +9,8 @@ from holmesjax.layer_specs.kind import Attention
 from holmesjax.models import key_cache, ops
 from kernels.attention.tiles import Rule
 from tests.arrays import assert_near
+from tests.causal_attention import causal
 from tests.kernels.attention.oracle import inputs
-from tests.models.test_ops import causal
 
 
 @functools.partial(jax.jit, static_argnums=3)

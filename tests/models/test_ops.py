@@ -15,18 +15,12 @@ from holmesjax.errors import ConfigError
 from holmesjax.models import ops
 from holmesjax.models.activation_checkpointing import checkpointed
 from kernels.adamw import adamw_step
-from kernels.attention.reference import CAUSAL
 from kernels.attention.tiles import Rule
+from tests.adamw_steps import HERE, assert_near_steps, leaf_kept
 from tests.arrays import assert_near, normal, wide
+from tests.causal_attention import causal
 from tests.kernels.attention.gpus import A100, H200, first_devices, lowered_for_cuda
-from tests.kernels.attention.oracle import inputs, oracle
-from tests.kernels.test_adamw import HERE, assert_near_steps, leaf_kept
-
-
-def causal(q, k, v, rule=CAUSAL):
-    """In float64."""
-    zeros = np.zeros((q.shape[0], q.shape[2], q.shape[1]))
-    return oracle(q, k, v, np.zeros(q.shape), zeros, None, rule)[0]
+from tests.kernels.attention.oracle import inputs
 
 
 def test_attention_is_computed_as_the_config_asks(monkeypatch):

@@ -6,7 +6,6 @@ Mistakes in it are told by layer.
 import dataclasses
 import functools
 import io
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -31,41 +30,21 @@ from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from holmesjax.training_setup import read_batches
 from tests import own_models as own_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import RunningJob, write_run
 from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.own_model_steps import initial, plain_loss
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("own_model")
 
 MODEL = make_model(num_layers=4, width=16, num_heads=1, module="tests.own_models:language_model")
 PLANS = {
-    "one program, dots": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, remat="dots"),
+    "one program, dots": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, checkpointing="dots"),
     "split backward, unlike stages": hand_made_plan(
         (1, 3), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
     ),
 }
-
-
-def initial(model, seed):
-    """Every layer's values, drawn whole on one device."""
-    found, before = {}, jnp.zeros((1, *layers(model)[EMBED].boundary))
-    for name, layer in layers_of(model).items():
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
-        reads = layers(model)[name].reads if name == EMBED else ()
-        arrays = [jnp.zeros((1, *own.shape), own.dtype) for own in reads]
-        found[name] = jax.jit(layer.init)(key, *(arrays or [before]))
-    return found
-
-
-def plain_loss(params, inputs):
-    x_BLD = own_model.embed(params[EMBED], inputs["token_BL"])
-    for layer in sorted(name for name in params if name not in (EMBED, HEAD)):
-        x_BLD = own_model.block(params[layer], x_BLD)
-    logits_BLV = x_BLD @ params[HEAD]["out"]
-    log_p_BLV = jax.nn.log_softmax(logits_BLV)
-    one_hot_BLV = jax.nn.one_hot(inputs["target_BL"], log_p_BLV.shape[-1])  # zeros for -1
-    return -jnp.sum(log_p_BLV * one_hot_BLV) / jnp.sum(inputs["target_BL"] >= 0)
 
 
 @functools.cache
@@ -333,16 +312,16 @@ def test_a_cut_that_no_parameter_has_is_refused(tmp_path):
             job.load(run_file, [*sizes, cuts, "train.global_batch=192"])
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_the_planner_predicts_what_compiled_programs_hold(remat):
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_planner_predicts_what_compiled_programs_hold(checkpointing):
     """In bfloat16, in which layers are traced; parameters, gradients and state to the byte."""
-    plan = hand_made_plan((2, 2), 1, 1, microbatches=2, remat=remat)
+    plan = hand_made_plan((2, 2), 1, 1, microbatches=2, checkpointing=checkpointing)
     for i, programs in enumerate(compile_chunks(make_chunks(MODEL, plan, dtype="bfloat16"))):
         shape = shape_of(
             is_first=i == 0,
             is_last=i == 1,
             sequences=MICROBATCH,
-            checkpointing=remat,
+            checkpointing=checkpointing,
             dtype="bfloat16",
         )
         items = memory.stage_memory_bytes(MODEL, shape)

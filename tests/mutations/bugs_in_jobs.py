@@ -24,6 +24,36 @@ JOBS = (
         ),
     ),
     Bug(
+        name="temporary-names-stay",
+        module="holmesjax.liveness.lease",
+        old="for left in self._path.parent.glob(TEMPORARY):",
+        new="for left in ():",
+        wrong="an owner that wakes up before a rename replaces a record of its successor",
+        tests=(
+            "tests/liveness/test_lease.py::"
+            "test_who_wakes_up_in_a_write_replaces_nothing_of_its_successor_s",
+        ),
+    ),
+    Bug(
+        name="replaced-without-a-look",
+        module="holmesjax.files.whole_files",
+        old="    _look(path)\n    temporary.replace(path)\n",
+        new="    temporary.replace(path)\n",
+        wrong="an owner that wakes up writes a record in the place of its successor's",
+        tests=(
+            "tests/liveness/test_lease.py::"
+            "test_who_wakes_up_in_a_write_replaces_nothing_of_its_successor_s",
+        ),
+    ),
+    Bug(
+        name="devices-are-files",
+        module="holmesjax.files.regular_files",
+        old="    if stat.S_ISREG(kind) or stat.S_ISDIR(kind):\n",
+        new="    if kind:\n",
+        wrong="a pipe in the place of a file of a run holds up whoever reads it",
+        tests=("tests/files/test_whole_files.py::test_what_is_no_file_is_refused_at_once",),
+    ),
+    Bug(
         name="one-file-for-two-owners",
         module="holmesjax.report.metrics",
         old="    if anew:\n",
@@ -415,7 +445,8 @@ JOBS = (
         wrong="what a collective raises when it loses a process counts as a bug of the survivor",
         tests=(
             "tests/launch/test_failure_causes.py::test_what_python_raises_by_itself_is_a_processs_own",
-            "tests/distributed/test_failures.py::test_what_collectives_raise_lets_the_job_start_again",
+            "tests/distributed/test_failures.py::"
+            "test_what_collectives_raise_and_data_that_are_gone_end_no_job",
         ),
     ),
     Bug(

@@ -10,9 +10,9 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.costs import memory
 from holmesjax.optimizers.adafactor import Factored
 from holmesjax.optimizers.optimizer import make_optimizer
-from tests.optimizers.test_adamw import stated
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
+from tests.stated_parameters import stated
 
 CONFIG = OptimizerConfig(name="adafactor", learning_rate=1.0)
 # Square matrices of the feed-forward; heads wide enough that `out_HKD` is cut in three dims.
@@ -20,21 +20,21 @@ MODEL = make_model(num_layers=1, width=256, num_heads=4, head_dim=128, mlp_width
 FEW, PARTS = 2 * 4, ("fsdp", "data")  # bytes of two counts
 
 
-def stage_of(data, tensor, fsdp):
+def chunk_of(data, tensor, fsdp):
     plan = hand_made_plan((1,), data, tensor, fsdp=fsdp)
     return make_chunks(MODEL, plan, config=CONFIG)[0]
 
 
 @pytest.mark.parametrize("data, tensor, fsdp", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2)])
 def test_each_device_holds_what_the_memory_says(data, tensor, fsdp):
-    stage, cuts = stage_of(data, tensor, fsdp), {"data": data, "tensor": tensor, "fsdp": fsdp}
+    chunk, cuts = chunk_of(data, tensor, fsdp), {"data": data, "tensor": tensor, "fsdp": fsdp}
     shape = shape_of(num_blocks=1, kept=("factored",), **cuts)
-    found = bytes_on_a_device(stage.state_shapes.opt_state) - FEW
+    found = bytes_on_a_device(chunk.state_shapes.opt_state) - FEW
     assert found == memory.stage_memory_bytes(MODEL, shape)["optimizer"]
 
 
 def test_a_mean_over_a_dim_is_cut_as_the_other_dims_are():
-    state = stage_of(2, 2, 2).state_shapes.opt_state
+    state = chunk_of(2, 2, 2).state_shapes.opt_state
     [squares] = [own for name, own in state.direction.squares.items() if "block" in name]
     specs = lambda own: tuple(x.sharding.spec for x in own)
     assert specs(squares["up_DF"]) == (P(PARTS), P("tensor"))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 from holmesjax.config import ModelConfig, OptimizerConfig, RampupConfig, TrainConfig
-from holmesjax.layer_specs.kind import Constant, Parameter
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.optimizers.learning_rates import (
     StepTokens,
@@ -16,6 +15,7 @@ from holmesjax.optimizers.learning_rates import (
 )
 from holmesjax.optimizers.optimizer import learning_rate, make_optimizer
 from tests.arrays import normal
+from tests.stated_parameters import stated
 
 NUM_STEPS = 40
 
@@ -140,17 +140,6 @@ def test_by_tokens_the_rates_follow_a_batch_that_grows(case):
     np.testing.assert_allclose(rates_by_tokens(train, **case), want, rtol=1e-5, atol=1e-6)
     if warmup:
         assert 0 < np.count_nonzero(ends < warmup) - 6 < 10  # more steps than of the whole batch
-
-
-def stated(tree):
-    """Statements of an array for each of a tree's: matrices decay."""
-    zero = Constant(0.0)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: Parameter(
-            name=path[-1].key, shape=x.shape, initial=zero, decays=len(x.shape) > 1
-        ),
-        tree,
-    )
 
 
 def test_matrices_decay_and_nothing_else():

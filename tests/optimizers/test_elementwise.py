@@ -18,13 +18,13 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import in_one_process
 from holmesjax.runtime.timeline import Clock
-from tests.checkpoints.test_restoring import write_states
-from tests.costs.test_memory import shape_of
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import write_run
 from tests.one_device import assert_trees_near, plain_loss, step_inputs
-from tests.optimizers.test_adamw import stated
-from tests.optimizers.test_muon import numpy_steps
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.optimizers.muon_steps import numpy_steps
+from tests.shapes import shape_of
+from tests.stated_parameters import stated
+from tests.written_checkpoints import write_states
 
 pytestmark = pytest.mark.xdist_group("elementwise")
 
@@ -134,14 +134,14 @@ def train_step(runner, states, num_sequences, step, num_stages):
 def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name, tmp_path):
     config, model = CONFIGS[name], make_model(tied_embeddings=True, **FACTORED)
     plans = [hand_made_plan((1, 1), 2, 1), hand_made_plan((2,), 1, 2, fsdp=2)]
-    stages, others = (make_chunks(model, plan, config=config) for plan in plans)
-    runner = in_one_process(plans[0], compile_chunks(stages))
+    chunks, others = (make_chunks(model, plan, config=config) for plan in plans)
+    runner = in_one_process(plans[0], compile_chunks(chunks))
     states, batch = runner.init(SEED), plans[0].global_batch
     wanted = steps_on_one_device(model, config, batch)
     for step, want in zip(range(NUM_STEPS - 1), wanted, strict=False):
         states = train_step(runner, states, batch, step, 2)
         check(states, want)
-    write_states(tmp_path, model, stages, (NUM_STEPS - 1,), states=states)
+    write_states(tmp_path, model, chunks, (NUM_STEPS - 1,), states=states)
     [found] = manifest.find(tmp_path)
     restored = restoring.restore(found, others)
     saved = {key: x for state in states for key, x in restoring.flatten(state).items()}

@@ -11,7 +11,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.optimizers.optimizer import make_optimizer
 from tests.arrays import normal
 from tests.jobs import write_run
-from tests.optimizers.test_adamw import stated
+from tests.stated_parameters import stated
 
 GROUPS = (
     ParameterGroupConfig(pattern="*/frozen_D", learning_rate=0.0),

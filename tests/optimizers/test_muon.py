@@ -19,25 +19,14 @@ from holmesjax.optimizers.muon import newton_schulz, orthogonalized
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel import sharding
 from tests.arrays import normal
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.one_device import assert_near
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.optimizers.muon_steps import numpy_steps
 from tests.shapes import shape_of
 
 ZERO = Constant(0.0)
 CONFIG = OptimizerConfig(name="muon", learning_rate=0.02, schedule="constant")
 MODEL = make_model(num_layers=3, width=64, num_heads=4, mlp_width=96, num_kv_heads=2)
-
-
-def numpy_steps(x, num_steps=5):
-    """The iterations of Jordan's code, on the transpose of a tall matrix."""
-    x = np.asarray(x, np.float64)
-    if x.shape[0] > x.shape[1]:
-        return numpy_steps(x.T, num_steps).T
-    x = x / (np.sqrt(np.sum(x * x)) + 1e-7)
-    for _ in range(num_steps):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])

@@ -33,7 +33,7 @@ from tests.clusters import (
     two_uneven,
 )
 from tests.layer_kinds import DEAR
-from tests.planner.test_prices import asked, small
+from tests.planner.small_jobs import asked, small
 
 ROOT = Path(__file__).parents[2]
 WIDE = {"width": 4096, "num_heads": 32}  # so much to compute that two clusters pay

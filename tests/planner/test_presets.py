@@ -14,7 +14,7 @@ from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.topology import loading
 from tests.clusters import ROOT
-from tests.layer_specs.test_presets import PUBLISHED
+from tests.published_sizes import PUBLISHED
 
 LARGEST = "llama3_1_405b"
 RUN = """\

@@ -8,7 +8,7 @@ from holmesjax.job import load
 from holmesjax.report import goodput, metrics
 from holmesjax.report.recorder import Recorder
 from tests.jobs import write_run
-from tests.report.test_rates import process_step
+from tests.report.process_steps import process_step
 
 
 class Hosts:

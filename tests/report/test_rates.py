@@ -11,6 +11,7 @@ from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError
 from holmesjax.report import metrics, recorder
 from tests.jobs import write_run
+from tests.report.process_steps import process_step
 
 H100_BFLOAT16 = 989e12  # FLOP/s, dense, of NVIDIA's data sheet for the SXM module
 GPT = ["model.num_layers=4", "model.width=256", "model.vocab_size=512", "train.global_batch=8"]
@@ -57,18 +58,6 @@ def test_the_header_says_when_a_warmup_by_tokens_ends(tmp_path):
     settings += ["optimizer.warmup_tokens=600", "train.rampup=[{steps: 3, global_batch: 4}]"]
     line = "schedule    cosine by tokens: warm-up 600 (4 steps), 2,176 in all"  # 3 * 128 + 256
     assert line in load(tmp_path, *settings).describe()
-
-
-def process_step(step, step_time_s):
-    numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False}
-    return {
-        "step": step,
-        "intervals": [(0, "F", 0, 0.0, 1.0)],
-        "link_bytes": {},
-        "step_time_s": step_time_s,
-        "input_wait_s": step_time_s / 8,
-        **numbers,
-    }
 
 
 def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(

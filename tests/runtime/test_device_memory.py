@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 
 from holmesjax.runtime.device_memory import AGAIN, PeakMemory, devices_of
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 
 def test_each_device_has_its_number_in_the_plan():

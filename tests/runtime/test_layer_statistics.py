@@ -14,9 +14,9 @@ from holmesjax.runtime.layer_statistics import names, of_small_batch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import write_run
 from tests.one_device import SEED, activations, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 MODEL = make_model(num_layers=2, tied_embeddings=True)
 
@@ -46,13 +46,13 @@ def wanted(inputs):
     "plan",
     [
         hand_made_plan((1, 1), 2, 1, microbatches=2),
-        hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, remat="full"),
+        hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
     ],
     ids=["two stages", "one program"],
 )
 def test_norms_by_kind_are_those_of_one_device(plan):
-    stages = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
-    runner, clock = make_runner(plan, stages), Clock(len(plan.stages))
+    chunks = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
+    runner, clock = make_runner(plan, chunks), Clock(len(plan.stages))
     inputs = step_inputs(plan.global_batch, 1)  # in which few targets count
     _, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
     clock.close()
@@ -66,8 +66,8 @@ def test_norms_by_kind_are_those_of_one_device(plan):
 
 def test_norms_of_a_small_batch_are_those_of_its_microbatches():
     plan = hand_made_plan((1, 1), 1, 1, microbatches=4)
-    stages = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
-    runner, clock = make_runner(plan, stages, ramps=True), Clock(len(plan.stages))
+    chunks = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
+    runner, clock = make_runner(plan, chunks, ramps=True), Clock(len(plan.stages))
     inputs = step_inputs(plan.global_batch // 4, 0)
     host = {name: inputs[name] for name in runner.placer.names}
     placed = runner.placer.place(host, inputs["target_BL"].size, num_microbatches=1)

@@ -14,22 +14,24 @@ from holmesjax.models import ops
 from holmesjax.models.layer import function_of
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.kernels.attention.gpus import H200, lowered_for_cuda
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
 
 
 @pytest.mark.parametrize(
-    "cut, remat, in_forward, in_backward",
+    "cut, checkpointing, in_forward, in_backward",
     [
         ({"data": 2, "tensor": 2}, "dots", 1, 1),  # the result of the forward is kept
         ({"data": 2, "tensor": 1, "fsdp": 2}, "full", 1, 2),  # or computed again, by each replica
         ({"data": 1, "tensor": 1, "context": 2}, "none", 2, 2),  # for own keys, and for others'
     ],
 )
-def test_a_stage_runs_mosaic_once_for_each_block(cut, remat, in_forward, in_backward, monkeypatch):
+def test_a_stage_runs_mosaic_once_for_each_block(
+    cut, checkpointing, in_forward, in_backward, monkeypatch
+):
     monkeypatch.setattr(ops.Kernels, "device", H200)
     model = make_model(num_layers=2, num_heads=2, head_dim=64)
-    plan = hand_made_plan((1, 1), **cut, remat=remat)
+    plan = hand_made_plan((1, 1), **cut, checkpointing=checkpointing)
     kernels = KernelsConfig(attention="pallas", cross_entropy="reference")
     chunk, _ = make_chunks(model, plan, dtype="bfloat16", kernels=kernels, mask=True)
     replicas, batch = replica_shapes(chunk), batch_shapes(chunk)
@@ -42,7 +44,9 @@ def test_a_stage_runs_mosaic_once_for_each_block(cut, remat, in_forward, in_back
     assert kernels_in(backward, replicas, saved, gradient_shapes(chunk), dy) == in_backward
 
 
-@pytest.mark.parametrize("cut", [{}, {"remat": "full"}, {"fsdp": 2}, {"schedule": "zero_bubble"}])
+@pytest.mark.parametrize(
+    "cut", [{}, {"checkpointing": "full"}, {"fsdp": 2}, {"schedule": "zero_bubble"}]
+)
 def test_equal_layers_are_traced_together(cut, monkeypatch):
     """Ten blocks of two kinds in turns, whatever is around a layer's function."""
     traced = []

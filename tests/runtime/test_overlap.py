@@ -27,7 +27,7 @@ from tests.collectives import (
     traced_events,
     waits_for,
 )
-from tests.runtime.test_pipeline import VARIANTS, hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import VARIANTS, hand_made_plan, make_chunks, make_model
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("overlap")
@@ -39,7 +39,7 @@ WEIGHTS, ATTENTION_FORWARD, ATTENTION_BACKWARD = 7, 2, 5
 
 
 @functools.cache
-def make_stage(data, *, is_first=True, dtype="float32", **sizes):
+def make_chunk(data, *, is_first=True, dtype="float32", **sizes):
     """The first of two, or the last."""
     model = make_model(**VARIANTS["llama"] | sizes, num_layers=1 + NUM_BLOCKS)
     layers = (NUM_BLOCKS, 1) if is_first else (1, NUM_BLOCKS)
@@ -49,24 +49,24 @@ def make_stage(data, *, is_first=True, dtype="float32", **sizes):
 
 @functools.cache
 def compiled(data, **changes):
-    return compile_chunks([make_stage(data, **changes)])[0]
+    return compile_chunks([make_chunk(data, **changes)])[0]
 
 
-def parameters(stage) -> int:
+def parameters(chunk) -> int:
     shape = StageShape(
         blocks=(NUM_BLOCKS,),
-        is_first=stage.is_first,
-        is_last=stage.is_last,
-        data=stage.num_replicas,
+        is_first=chunk.is_first,
+        is_last=chunk.is_last,
+        data=chunk.num_replicas,
         tensor=1,
-        sequences=stage.microbatch_size // stage.num_replicas,
+        sequences=chunk.microbatch_size // chunk.num_replicas,
         chunks=1,
         in_flight=1,
         head_in_flight=1,
-        dtype=stage.compute_dtype,
+        dtype=chunk.compute_dtype,
         checkpointing="none",
     )
-    return stage_parameters(stage.model, shape)
+    return stage_parameters(chunk.model, shape)
 
 
 # ---- what is sent over data ----------------------------------------------------------------------
@@ -107,7 +107,7 @@ def num_reordered(program) -> int:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_replica_computes_as_one_alone(is_first):
     """XLA transposes no weight because there are others."""
-    pair, alone = compiled(2, is_first=is_first), make_stage(1, is_first=is_first)
+    pair, alone = compiled(2, is_first=is_first), make_chunk(1, is_first=is_first)
     half = dataclasses.replace(alone.plan, global_batch=alone.plan.global_batch // 2)
     alone = compile_chunks([dataclasses.replace(alone, plan=half)])[0]
     of_pair, of_one = (num_reordered(p.table[ProgramKey("backward", False)]) for p in (pair, alone))
@@ -126,34 +126,34 @@ def test_what_does_not_divide_is_reduced_whole_and_never_gathered():
     assert sum(num_bytes for _, num_bytes in reductions) == 4 * parameters(programs.chunk)
 
 
-def first_forward(stage):
-    return lambda *args: microbatch.first_forward(stage, stage.state_shapes.fixed, *args)[:2]
+def first_forward(chunk):
+    return lambda *args: microbatch.first_forward(chunk, chunk.state_shapes.fixed, *args)[:2]
 
 
-def last_backward(stage):
+def last_backward(chunk):
     return microbatch.reducing(
-        stage,
-        lambda *args: microbatch.backward(stage, stage.state_shapes.fixed, *args, weight=None),
+        chunk,
+        lambda *args: microbatch.backward(chunk, chunk.state_shapes.fixed, *args, weight=None),
     )
 
 
-def shapes_of_arguments(stage) -> tuple[tuple, tuple]:
+def shapes_of_arguments(chunk) -> tuple[tuple, tuple]:
     """The shapes that `first_forward` and `last_backward` take."""
-    replicas, inputs = replica_shapes(stage), (None, batch_shapes(stage))
-    run = functools.partial(microbatch.forward, stage, stage.state_shapes.fixed)
+    replicas, inputs = replica_shapes(chunk), (None, batch_shapes(chunk))
+    run = functools.partial(microbatch.forward, chunk, chunk.state_shapes.fixed)
     boundary, _, saved = jax.eval_shape(run, replicas, *inputs)
-    forward = stage.state_shapes.params, *inputs
-    return forward, (replicas, saved, gradient_shapes(stage), boundary)
+    forward = chunk.state_shapes.params, *inputs
+    return forward, (replicas, saved, gradient_shapes(chunk), boundary)
 
 
 def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
     """Lowered, not compiled: XLA:CPU computes in float32 what is bfloat16 here."""
-    stage = make_stage(2, dtype="bfloat16")
-    forward, backward = shapes_of_arguments(stage)
+    chunk = make_chunk(2, dtype="bfloat16")
+    forward, backward = shapes_of_arguments(chunk)
     for function, shapes, kind, dtype in (
-        (first_forward(stage), forward, "all_gather", "bf16"),
+        (first_forward(chunk), forward, "all_gather", "bf16"),
         (
-            last_backward(stage),
+            last_backward(chunk),
             backward,
             "reduce_scatter",
             "f32",
@@ -165,7 +165,7 @@ def test_for_gpus_it_is_gathered_in_the_compute_dtype_and_reduced_in_float32():
         assert [k for k, _, _ in found] == [kind] * NUM_LAYERS
         whole = [(ins if kind == "reduce_scatter" else out).split("x") for _, ins, out in found]
         assert {name for *_, name in whole} == {dtype}
-        assert sum(int(rows) * int(n) for rows, n, _ in whole) == parameters(stage)
+        assert sum(int(rows) * int(n) for rows, n, _ in whole) == parameters(chunk)
 
 
 # ---- what waits for it ---------------------------------------------------------------------------
@@ -198,10 +198,10 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
     assert sorted(num_products(program, names) for names in before) == want
     assert num_products(program, set(program)) == every
 
-    stage = make_stage(2)
-    _, shapes = shapes_of_arguments(stage)
+    chunk = make_chunk(2)
+    _, shapes = shapes_of_arguments(chunk)
     before, products = traced(
-        last_backward(stage),
+        last_backward(chunk),
         shapes,
         "reduce_scatter",
     )
@@ -219,9 +219,9 @@ def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
     assert sorted(num_products(program, names) for names in after) == want
     assert not any(num_products(program, before[gather]) for gather in gathers)
 
-    stage = make_stage(2)
-    shapes, _ = shapes_of_arguments(stage)
-    before, products = traced(first_forward(stage), shapes, "all_gather")
+    chunk = make_chunk(2)
+    shapes, _ = shapes_of_arguments(chunk)
+    before, products = traced(first_forward(chunk), shapes, "all_gather")
     gathers = frozenset().union(*products.values()) - products.keys()
     after = [sum(gather in names for names in products.values()) for gather in gathers]
     assert sorted(after) == want

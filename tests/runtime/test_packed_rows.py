@@ -13,8 +13,8 @@ from holmesjax.data.packing import DocumentRange, Spans
 from holmesjax.models import ops
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import RTOL, SEED, assert_trees_near
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
 
 pytestmark = pytest.mark.xdist_group("packed_rows")
 

@@ -17,8 +17,8 @@ from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model, put
 from tests.one_device import MICROBATCH, SEED, loss_and_gradient, step_inputs
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model, put
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("param_dtype")
@@ -38,8 +38,8 @@ PLANS = {
 
 def kept(model, plan, config=SMOOTH):
     return [
-        dataclasses.replace(stage, param_dtype="bfloat16")
-        for stage in make_chunks(model, plan, config=config)
+        dataclasses.replace(chunk, param_dtype="bfloat16")
+        for chunk in make_chunks(model, plan, config=config)
     ]
 
 
@@ -109,8 +109,8 @@ def check(model, plan, config):
 
 
 def test_a_step_that_is_skipped_changes_nothing():
-    [stage] = kept(MODEL, plan := hand_made_plan((2,), 1, 1))
-    runner, clock = make_runner(plan, [stage], evaluates=False), Clock(1)
+    [chunk] = kept(MODEL, plan := hand_made_plan((2,), 1, 1))
+    runner, clock = make_runner(plan, [chunk], evaluates=False), Clock(1)
     [state] = runner.init(SEED)
     broken = state.params["head"]["norm"]
     broken["scale_D"] = broken["scale_D"].at[0].set(jnp.inf)
@@ -132,11 +132,11 @@ def test_small_changes_add_up():
 
 
 def test_the_planner_knows_their_bytes():
-    [stage] = kept(MODEL, hand_made_plan((2,), 1, 1))
+    [chunk] = kept(MODEL, hand_made_plan((2,), 1, 1))
     num_bytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     whole, narrow = shape_of(), shape_of(param_dtype="bfloat16")
     items, wide = (memory.stage_memory_bytes(MODEL, shape) for shape in (narrow, whole))
-    assert items == wide | {"parameters": num_bytes(stage.state_shapes.params)}
+    assert items == wide | {"parameters": num_bytes(chunk.state_shapes.params)}
     assert items["parameters"] == wide["parameters"] / 2
     moved = [updated_bytes(MODEL, shape) for shape in (whole, narrow)]
     assert moved[0] - moved[1] == 4 * items["parameters"] / 2

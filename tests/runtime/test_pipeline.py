@@ -7,24 +7,15 @@ no clipping, AdamW's first moment is the gradient, so the state after a step sho
 import dataclasses
 import functools
 import itertools
-import math
 import random
 
 import jax
 import numpy as np
 import pytest
 
-from holmesjax.config import KernelsConfig, ModelConfig, OptimizerConfig
-from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
-from holmesjax.models.layer import statements
-from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.parallel.mesh import build_meshes
-from holmesjax.plan.plan import Plan, StagePlan
-from holmesjax.planner.layer_ranges import split_chunks
+from holmesjax.plan.plan import Plan
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch, pipeline, whole_step
-from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.in_flight import MOST, TasksAhead
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
@@ -33,109 +24,19 @@ from holmesjax.runtime.timeline import Clock
 from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.transport.local import LocalTransport
 from tests.clusters import make_cluster, make_config, make_topology
+from tests.hand_made_plans import (
+    PLAIN,
+    SMOOTH,
+    first_step,
+    hand_made_plan,
+    make_chunks,
+    make_model,
+    put,
+)
 from tests.one_device import MICROBATCH, SEED, assert_near, check, step_inputs, steps
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("pipeline")
-
-NUM_LAYERS = 4
-# A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
-SMOOTH = OptimizerConfig(learning_rate=1e-2, beta1=0.0, epsilon=1e-3, clip_norm=None)
-PLAIN = KernelsConfig(attention="reference", cross_entropy="reference")
-
-
-def make_model(**changes) -> ModelConfig:
-    sizes = {"num_layers": NUM_LAYERS, "width": 32, "num_heads": 4, "context_length": 16}
-    return ModelConfig(**{**sizes, **changes})
-
-
-def hand_made_plan(
-    split,
-    data,
-    tensor,
-    *,
-    fsdp=1,
-    context=1,
-    schedule="1f1b",
-    microbatches=1,
-    remat="none",
-    chunks=1,
-    in_flight=(),
-) -> Plan:
-    """Stages on consecutive devices; `data` to `context` are one number, or one for each stage."""
-    blocks = iter(block_name(i) for i in range(sum(split)))
-    shares = [split_chunks(count, chunks) for count in split]
-    names = [[[] for _ in range(chunks)] for _ in split]
-    for c, s in itertools.product(range(chunks), range(len(split))):
-        names[s][c] = [next(blocks) for _ in range(shares[s][c])]
-    names[0][0].insert(0, EMBED)
-    names[-1][-1].append(HEAD)
-    of_each = lambda size: [size] * len(split) if isinstance(size, int) else size
-    sizes = zip(*map(of_each, (data, fsdp, tensor, context)), strict=True)
-    stages, start = [], 0
-    for i, (of_chunks, size) in enumerate(zip(names, sizes, strict=True)):
-        mesh = MeshShape(*size).sizes
-        stop = start + math.prod(mesh.values())
-        stages.append(
-            StagePlan(
-                cluster=f"c{i}",
-                nodes=(f"c{i}-0",),
-                chunks=tuple(map(tuple, of_chunks)),
-                devices=tuple(range(start, stop)),
-                mesh=mesh,
-                fabrics={},
-                memory_bytes={},
-                seconds={},
-            )
-        )
-        start = stop
-    return Plan(
-        topology="test",
-        topology_hash="",
-        stages=tuple(stages),
-        global_batch=MICROBATCH * microbatches,
-        microbatches=microbatches,
-        schedule=schedule,
-        in_flight=in_flight,
-        activation_checkpointing=remat,
-        boundary_bytes=0.0,
-        step_time_s=0.0,
-        bound_s=0.0,
-        shares={},
-    )
-
-
-def make_chunks(
-    model, plan, *, config=SMOOTH, dtype="float32", mask=False, kernels=PLAIN
-) -> list[Chunk]:
-    meshes = build_meshes(plan, jax.devices())
-    return [
-        Chunk(
-            model=model,
-            plan=plan,
-            index=i,
-            mesh=meshes[s],
-            optimizer=make_optimizer(config, 100, statements(model)),
-            compute_dtype=dtype,
-            clip_norm=config.clip_norm,
-            ema_decay=config.ema_decay,
-            mask_documents=mask,
-            kernels=kernels,
-        )
-        for i, (s, _) in enumerate(plan.chunks)
-    ]
-
-
-def put(runner, inputs, **options):
-    return runner.placer.place_all(inputs, **options)
-
-
-def first_step(runner, plan):
-    """The loss, and the states after it."""
-    clock, inputs = Clock(len(plan.stages)), step_inputs(plan.global_batch, 0)
-    states, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
-    clock.close()
-    return float(metrics["loss"]), states
 
 
 def random_plan(seed, model) -> Plan:
@@ -178,15 +79,10 @@ def test_random_plans_differ():
     assert max(sum(len(stage.devices) for stage in plan.stages) for plan in plans) > 2
 
 
-VARIANTS = {
-    "gpt2": {"positions": "learned", "activation": "gelu", "norm": "layer_norm"},
-    "llama": {"num_kv_heads": 2, "activation": "swiglu", "norm": "rms_norm"},
-    "wide heads": {"head_dim": 16, "mlp_width": 40, "num_kv_heads": 2},
-}
-
-
-def saved_bytes(remat, dtype="float32"):
-    [chunk] = make_chunks(make_model(), hand_made_plan((4,), 1, 1, remat=remat), dtype=dtype)
+def saved_bytes(checkpointing, dtype="float32"):
+    [chunk] = make_chunks(
+        make_model(), hand_made_plan((4,), 1, 1, checkpointing=checkpointing), dtype=dtype
+    )
     batch = {name: x for name, x in step_inputs(MICROBATCH, 0).items() if name in chunk.inputs}
     replicas = jax.eval_shape(chunk.gather, chunk.state_shapes.params)
     run = lambda r, b: microbatch.forward(chunk, chunk.state_shapes.fixed, r, None, b)
@@ -195,10 +91,12 @@ def saved_bytes(remat, dtype="float32"):
 
 
 def test_checkpointing_keeps_less_and_never_the_parameters():
-    none, dots, full = (saved_bytes(remat)[0] for remat in ("none", "dots", "full"))
+    none, dots, full = (saved_bytes(checkpointing)[0] for checkpointing in ("none", "dots", "full"))
     assert full < dots < none
-    for remat, dtype in itertools.product(("none", "dots", "full"), ("float32", "bfloat16")):
-        _, saved, replicas = saved_bytes(remat, dtype)
+    for checkpointing, dtype in itertools.product(
+        ("none", "dots", "full"), ("float32", "bfloat16")
+    ):
+        _, saved, replicas = saved_bytes(checkpointing, dtype)
         shapes = {x.shape[1:] for x in jax.tree.leaves(replicas) if len(x.shape) > 2}
         assert shapes.isdisjoint(x.shape for x in saved.arrays)
         num_parameters = sum(number is not None for number in saved.parameter_of)
@@ -225,9 +123,9 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
 
 UNROUNDED = {
     "one stage": {"split": (2,)},
-    "checkpoints": {"split": (1, 1), "remat": "full"},
+    "checkpoints": {"split": (1, 1), "checkpointing": "full"},
     "split backward": {"split": (1, 1), "schedule": "zero_bubble"},
-    "fsdp": {"split": (2,), "fsdp": 2, "remat": "dots"},
+    "fsdp": {"split": (2,), "fsdp": 2, "checkpointing": "dots"},
 }
 ORDINARY = {("checkpoints", "chunked"), ("split backward", "reference"), ("fsdp", "chunked")}
 
@@ -356,8 +254,8 @@ def test_every_plan_starts_from_the_same_parameters():
     [whole] = make_chunks(model, hand_made_plan((4,), 1, 1))
     want = whole.init(SEED).params
     plan = hand_made_plan((1, 2, 1), 1, 2)
-    for stage in make_chunks(model, plan):
-        for path, got in jax.tree_util.tree_leaves_with_path(stage.init(SEED).params):
+    for chunk in make_chunks(model, plan):
+        for path, got in jax.tree_util.tree_leaves_with_path(chunk.init(SEED).params):
             wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
             np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 

@@ -11,7 +11,7 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.data.corpus import Corpus
 from holmesjax.errors import DataError
 from holmesjax.runtime.prefetch import Feed, Placer, Step, Validation
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 LENGTH, GLOBAL_BATCH = 16, 12
 

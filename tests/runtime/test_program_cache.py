@@ -11,7 +11,7 @@ from holmesjax.runtime import program_cache
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_cache import Store
 from tests.disks import files_of_at_most
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 KEY, VALUE = "jit_f-0123", bytes(range(256)) * 40
 

@@ -13,6 +13,7 @@ from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model
 from tests.jobs import write_run
 from tests.one_device import (
     MICROBATCH,
@@ -22,7 +23,6 @@ from tests.one_device import (
     loss_and_gradient,
     step_inputs,
 )
-from tests.runtime.test_pipeline import SMOOTH, hand_made_plan, make_chunks, make_model
 
 pytestmark = pytest.mark.xdist_group("rampup")
 

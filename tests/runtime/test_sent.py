@@ -34,7 +34,7 @@ from holmesjax.runtime.program_shapes import (
 )
 from holmesjax.runtime.programs import ProgramKey
 from tests.collectives import over, sent, texts
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 from tests.whole_steps import PARAMETERS, compiled
 
 COUNT = 4  # bytes of the number of updates
@@ -53,24 +53,24 @@ def gathers_otherwise(programs) -> bool:
     return jax.__version_info__ >= (0, 11) and chunk.is_first and is_cut and not programs.is_split
 
 
-def shape_of(stage) -> StageShape:
-    data, parts = stage.num_replicas, stage.num_parts
-    size = lambda axis: stage.mesh.shape.get(axis, 1)
+def shape_of(chunk) -> StageShape:
+    data, parts = chunk.num_replicas, chunk.num_parts
+    size = lambda axis: chunk.mesh.shape.get(axis, 1)
     return StageShape(
-        blocks=(len(set(stage.layers) - {EMBED, HEAD}),),
-        is_first=stage.is_first,
-        is_last=stage.is_last,
+        blocks=(len(set(chunk.layers) - {EMBED, HEAD}),),
+        is_first=chunk.is_first,
+        is_last=chunk.is_last,
         data=data,
         tensor=size(Axis.TENSOR),
         fsdp=size(Axis.FSDP),
         context=size(Axis.CONTEXT),
-        sequences=stage.microbatch_size * size(Axis.CONTEXT) // (data * parts),
+        sequences=chunk.microbatch_size * size(Axis.CONTEXT) // (data * parts),
         chunks=1,
         in_flight=1,
         head_in_flight=1,
         dtype="float32",
-        checkpointing=stage.plan.activation_checkpointing,
-        kept=(stage.optimizer.config.moments,) * 2,
+        checkpointing=chunk.plan.activation_checkpointing,
+        kept=(chunk.optimizer.config.moments,) * 2,
     )
 
 
@@ -86,18 +86,18 @@ def total_sent(programs, mesh) -> Counter:
 # ---- what is sent --------------------------------------------------------------------------------
 
 
-def is_chunked_head(stage) -> bool:
+def is_chunked_head(chunk) -> bool:
     """Whether the forward of the head computes its gradients, too, and keeps them whole."""
-    return stage.is_last and stage.kernels.cross_entropy == "chunked"
+    return chunk.is_last and chunk.kernels.cross_entropy == "chunked"
 
 
-def parameters_sent(stage) -> tuple[int, int, int]:
+def parameters_sent(chunk) -> tuple[int, int, int]:
     """Gathered by a microbatch's forward, by its backward, and reduced there; on each device."""
-    if not parameter_axes(stage.mesh):
+    if not parameter_axes(chunk.mesh):
         return 0, 0, 0
-    model, shape = stage.model, shape_of(stage)
+    model, shape = chunk.model, shape_of(chunk)
     forward, backward = gathered_parameters(model, shape)
-    head = is_chunked_head(stage) * model.vocab_size * model.width // shape.tensor
+    head = is_chunked_head(chunk) * model.vocab_size * model.width // shape.tensor
     return forward, backward - head, reduced_numbers(model, shape) - head
 
 
@@ -106,12 +106,12 @@ def check_microbatch(programs):
 
     XLA:CPU sums gradients with all-reduces of whole arrays, and keeps a part of each.
     """
-    stage, model = programs.chunk, programs.chunk.model
-    mesh, shape, parts = stage.mesh, shape_of(stage), parameter_axes(stage.mesh)
+    chunk, model = programs.chunk, programs.chunk.model
+    mesh, shape, parts = chunk.mesh, shape_of(chunk), parameter_axes(chunk.mesh)
     own = lambda name: [p for key, p in programs.table.items() if key.function == name]
     forward = [total_sent([program], mesh) for program in own("forward")]
     backward = [total_sent([program], mesh) for program in own("backward")]
-    *gathers, reduced = parameters_sent(stage)
+    *gathers, reduced = parameters_sent(chunk)
     # Keys and values go to all other parts of their sequences; in the backward, gradients too.
     [block] = kinds(model).blocks
     passed = work.key_value_numbers(block, shape.tensor) * sum(shape.blocks)
@@ -136,17 +136,17 @@ def check_microbatch(programs):
 
 def check_step(programs):
     """Each layer crosses `data` once a step, as one array, and in no other program."""
-    stage, shape = programs.chunk, shape_of(programs.chunk)
-    found = {key: over(Axis.DATA, program, stage.mesh) for key, program in programs.table.items()}
-    if stage.is_last:  # the losses of the replicas
+    chunk, shape = programs.chunk, shape_of(programs.chunk)
+    found = {key: over(Axis.DATA, program, chunk.mesh) for key, program in programs.table.items()}
+    if chunk.is_last:  # the losses of the replicas
         assert found.pop(ProgramKey("total_loss", False)) == [("all-reduce", 4)] * (shape.data > 1)
-    within = stage.is_first and shape.data > 1
+    within = chunk.is_first and shape.data > 1
     gathers = found.pop(ProgramKey("forward" if within else "gather", True))
     last = "weight_gradient" if programs.is_split else "backward" if within else "reduce"
     reductions = found.pop(ProgramKey(last, True), None)
-    assert (reductions is None) == (shape.data == 1 and not stage.shares_table)
-    layers = stage.state_shapes.params
-    num_bytes = 4 * held_parameters(stage.model, shape)[0]
+    assert (reductions is None) == (shape.data == 1 and not chunk.shares_table)
+    layers = chunk.state_shapes.params
+    num_bytes = 4 * held_parameters(chunk.model, shape)[0]
     for kind, crossed in (("all-gather", gathers), ("reduce-scatter", reductions or [])):
         assert [k for k, _ in crossed] == [kind] * (len(layers) if shape.data > 1 else 0)
         assert sum(n for _, n in crossed) == (num_bytes if shape.data > 1 else 0)
@@ -155,9 +155,9 @@ def check_step(programs):
 
 def check_whole_step(programs):
     """One program gathers again in its backward."""
-    stage, parts = programs.chunk, parameter_axes(programs.chunk.mesh)
-    total = sent(programs["step"].as_text(), stage.mesh)
-    assert total["all-gather", parts] == 4 * sum(parameters_sent(stage)[:2])
+    chunk, parts = programs.chunk, parameter_axes(programs.chunk.mesh)
+    total = sent(programs["step"].as_text(), chunk.mesh)
+    assert total["all-gather", parts] == 4 * sum(parameters_sent(chunk)[:2])
 
 
 @pytest.mark.parametrize("row", PARAMETERS)
@@ -172,12 +172,12 @@ def test_what_is_sent(row):
         check_step(chunk)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_codes_of_fp8_are_gathered_as_they_are(remat):
+@pytest.mark.parametrize("checkpointing", ["none", "dots", "full"])
+def test_codes_of_fp8_are_gathered_as_they_are(checkpointing):
     """A byte a number, and in each program only the layouts that it reads."""
     fp8 = Fp8Config(history=3, exclude_down=True)
     model = make_model(num_layers=2, norm="rms_norm", activation="swiglu", fp8=fp8)
-    plan = hand_made_plan((1, 1), 1, 1, fsdp=2, microbatches=2, remat=remat)
+    plan = hand_made_plan((1, 1), 1, 1, fsdp=2, microbatches=2, checkpointing=checkpointing)
     chunk, _ = make_chunks(model, plan)
     [programs] = compile_chunks([chunk])
     predicted = gathered_bytes(model, shape_of(chunk))
@@ -189,37 +189,39 @@ def test_codes_of_fp8_are_gathered_as_they_are(remat):
 # ---- what is kept --------------------------------------------------------------------------------
 
 
-def kept_bytes(fsdp, data, remat):
+def kept_bytes(fsdp, data, checkpointing):
     """Bytes of a microbatch, from its forward to its backward, over all devices."""
     model = make_model(num_layers=1, positions="learned")
-    [chunk] = make_chunks(model, hand_made_plan((1,), data, 1, fsdp=fsdp, remat=remat))
+    [chunk] = make_chunks(
+        model, hand_made_plan((1,), data, 1, fsdp=fsdp, checkpointing=checkpointing)
+    )
     batch = {n: jax.ShapeDtypeStruct((4, 16), np.int32) for n in chunk.inputs}
     run = lambda r, b: microbatch.forward(chunk, chunk.state_shapes.fixed, r, None, b)[-1]
     out = jax.eval_shape(run, replica_shapes(chunk), batch)
     return sum(x.size * x.dtype.itemsize for x in out.arrays)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "dots", "full"])
 @pytest.mark.parametrize("data", [1, 2])
-def test_nothing_gathered_is_kept_for_the_backward(remat, data):
+def test_nothing_gathered_is_kept_for_the_backward(checkpointing, data):
     """Or there would be more of it than without fsdp."""
-    assert kept_bytes(2, data, remat) == kept_bytes(1, data, remat)
+    assert kept_bytes(2, data, checkpointing) == kept_bytes(1, data, checkpointing)
 
 
 @pytest.mark.parametrize("row", PARAMETERS)
 def test_each_device_holds_what_the_memory_says(row):
-    for stage in row.stages:
-        items = memory.stage_memory_bytes(row.model, shape_of(stage))
-        assert bytes_on_a_device(stage.state_shapes.params) == items["parameters"]
+    for chunk in row.made_chunks:
+        items = memory.stage_memory_bytes(row.model, shape_of(chunk))
+        assert bytes_on_a_device(chunk.state_shapes.params) == items["parameters"]
         # Devices that share a block of int8 each have its scale.
         rounded = 0.06 if row.moments == "int8" else 0
-        found = bytes_on_a_device(stage.state_shapes.opt_state) - COUNT
+        found = bytes_on_a_device(chunk.state_shapes.opt_state) - COUNT
         assert found == pytest.approx(items["optimizer"], rel=rounded, abs=0)
-        assert bytes_on_a_device(replica_shapes(stage)) == items["replicas"]
-        assert bytes_on_a_device(gradient_shapes(stage)) == items["gradients"]
-        sides = 2 - stage.is_first - stage.is_last
+        assert bytes_on_a_device(replica_shapes(chunk)) == items["replicas"]
+        assert bytes_on_a_device(gradient_shapes(chunk)) == items["gradients"]
+        sides = 2 - chunk.is_first - chunk.is_last
         ways = 2 * memory.BUFFERS * sides
-        assert bytes_on_a_device(boundary_shape(stage)) * ways == items["boundaries"]
+        assert bytes_on_a_device(boundary_shape(chunk)) * ways == items["boundaries"]
 
 
 @pytest.mark.parametrize("row", PARAMETERS)

@@ -12,9 +12,9 @@ from holmesjax.runtime import spikes
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.timeline import Clock
-from tests.checkpoints.test_restoring import write_states
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.one_device import SEED, step_inputs
-from tests.runtime.test_pipeline import hand_made_plan, make_chunks, make_model, put
+from tests.written_checkpoints import write_states
 
 pytestmark = pytest.mark.xdist_group("spikes")
 
@@ -45,7 +45,7 @@ def test_limits_are_those_of_the_last_steps():
         recent = spikes.remembering(recent, np.nan, np.nan, False)  # is not remembered
 
 
-def stages_of(plan, rule=RULE):
+def chunks_of(plan, rule=RULE):
     chunks = make_chunks(MODEL, plan, config=CONFIG)
     return [dataclasses.replace(chunk, spike_rule=rule) for chunk in chunks]
 
@@ -74,8 +74,8 @@ def batches():
 def test_a_spike_is_left_out_on_all_stages(plan, skips, batches, tmp_path):
     usual, other = batches
     rule = RULE._replace(skips=skips)
-    stages = stages_of(plan, rule)
-    runner = make_runner(plan, stages)
+    chunks = chunks_of(plan, rule)
+    runner = make_runner(plan, chunks)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
     losses, found = [], []
     for inputs in (usual, usual, usual, other, other, usual, usual):
@@ -89,17 +89,17 @@ def test_a_spike_is_left_out_on_all_stages(plan, skips, batches, tmp_path):
     clock.close()
     # Of three equal steps the fourth stands out. Remembered, it widens the limit for the next one.
     assert found == [False, False, False, True, False, False, False]
-    check_resumption(tmp_path, stages, states, losses)
+    check_resumption(tmp_path, chunks, states, losses)
 
 
-def check_resumption(folder, stages, states, losses):
+def check_resumption(folder, chunks, states, losses):
     """On another plan the same steps are remembered; with another window, none."""
-    write_states(folder, MODEL, stages, (7,), states=states)
+    write_states(folder, MODEL, chunks, (7,), states=states)
     [saved] = manifest.find(folder)
     plan = hand_made_plan((1, 1), 1, 1)
-    first, last = restoring.restore(saved, stages_of(plan))
+    first, last = restoring.restore(saved, chunks_of(plan))
     assert first.recent is None
     assert int(last.recent.steps) == len(losses)
     np.testing.assert_array_equal(np.sort(last.recent.losses), np.sort(np.float32(losses[-6:])))
-    _, anew = restoring.restore(saved, stages_of(plan, RULE._replace(window=8)))
+    _, anew = restoring.restore(saved, chunks_of(plan, RULE._replace(window=8)))
     assert int(anew.recent.steps) == 0

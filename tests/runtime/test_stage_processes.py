@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from holmesjax.transport import connections
-from tests.stage_process import digests_of, make_stage, shards
+from tests.stage_process import digests_of, make_chunk, shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +41,9 @@ def num_values(box):
 
 def test_each_process_draws_what_its_devices_hold_and_compares_nothing():
     """Programs over all devices have one key: each process finds what the first has compiled."""
-    stage = make_stage()
-    state = stage.init(3)
-    whole = shards(stage, state)
+    chunk = make_chunk()
+    state = chunk.init(3)
+    whole = shards(chunk, state)
     said = run(2)
     for process in said:
         drawn = {

@@ -18,15 +18,15 @@ from holmesjax.runtime.compilation import (
 from holmesjax.runtime.whole_step import WholeStep
 from kernels import adamw_shards
 from kernels.attention import warpgroups
+from tests.hand_made_plans import first_step, hand_made_plan, make_chunks, make_model
 from tests.kernels.attention.gpus import H200
-from tests.runtime.test_pipeline import first_step, hand_made_plan, make_chunks, make_model
 
 XLA = KernelsConfig(attention="reference", cross_entropy="reference", optimizer="xla")
 PALLAS = dataclasses.replace(XLA, optimizer="pallas")
 CONFIG = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, moments="int8")
 
 
-def stage_of(plan, kernels, width=64):
+def chunk_of(plan, kernels, width=64):
     [chunk] = make_chunks(
         make_model(num_layers=1, width=width), plan, config=CONFIG, kernels=kernels
     )
@@ -37,7 +37,7 @@ def stage_of(plan, kernels, width=64):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates a GPU")
 def test_a_whole_step_with_the_kernel_is_that_of_xla(monkeypatch):
     plan = hand_made_plan((1,), 1, 1, microbatches=2)
-    run = lambda kernels: first_step(WholeStep(compile_whole_step(stage_of(plan, kernels))), plan)
+    run = lambda kernels: first_step(WholeStep(compile_whole_step(chunk_of(plan, kernels))), plan)
     loss, [want] = run(XLA)
     simulated = functools.partial(adamw_shards.adamw_on_shards, interpret=True)
     monkeypatch.setattr(adamw_shards, "adamw_on_shards", simulated)
@@ -60,12 +60,12 @@ def test_devices_that_cut_parameters_and_moments_update_their_own(monkeypatch):
     plan = hand_made_plan((1,), 2, 2, fsdp=2)
 
     def lowered(kernels):
-        stage = stage_of(plan, kernels, width=512)  # each device has whole blocks of int8
-        stage = dataclasses.replace(stage, param_dtype="bfloat16")
-        state = stage.state_shapes
+        chunk = chunk_of(plan, kernels, width=512)  # each device has whole blocks of int8
+        chunk = dataclasses.replace(chunk, param_dtype="bfloat16")
+        state = chunk.state_shapes
         gradients = state.params
-        totals = jax.ShapeDtypeStruct((1 + len(stage.shared_names),), np.float32)
-        update = functools.partial(end_of_step.update, stage)
+        totals = jax.ShapeDtypeStruct((1 + len(chunk.shared_names),), np.float32)
+        update = functools.partial(end_of_step.update, chunk)
         program = jax.jit(update, donate_argnums=0).trace(state, gradients, totals, {})
         return program.lower(lowering_platforms=("cuda",)).as_text()
 

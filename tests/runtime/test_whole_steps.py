@@ -17,7 +17,7 @@ from tests.whole_steps import PARAMETERS, ROWS, Row, compiled, runner
 # compute layers again, and each stage of an interleaved schedule has several microbatches.
 NEVER = {
     *((("cut", "one program"), (axis, "unequal")) for axis in ("data", "fsdp")),
-    *((("cut", "zero_bubble"), ("remat", policy)) for policy in ("dots", "full")),
+    *((("cut", "zero_bubble"), ("checkpointing", policy)) for policy in ("dots", "full")),
     (("cut", "interleaved_1f1b"), ("microbatches", "one")),
 }
 

@@ -20,19 +20,7 @@ from holmesjax.transport import admission, connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.handshake import WRONG_KEY
 from holmesjax.transport.records import Record
-
-KEY = bytes(range(32))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Named(Record):
-    kind = "named"
-    name: str
-    number: int = 0
-
-
-GUEST = Named(name="guest")
-DEADLINE_S = 60.0  # for what must come: a hang guard
+from tests.transport.calls import DEADLINE_S, KEY, Named, call_at
 
 
 @pytest.fixture
@@ -45,21 +33,6 @@ def patience(monkeypatch):
 def impatience(patience, monkeypatch):
     """Whoever says nothing is soon sent away."""
     monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
-
-
-def call_at(
-    address, key=KEY, check=lambda hello: None, hello=GUEST, timeout_s=DEADLINE_S, source=None
-):
-    return connections.connect(
-        *address,
-        key=key,
-        hello=hello,
-        expected=Named,
-        check=check,
-        where="a to b",
-        timeout_s=timeout_s,
-        source=source,
-    )
 
 
 class Inn:

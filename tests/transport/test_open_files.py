@@ -5,13 +5,13 @@ import subprocess
 import sys
 import threading
 
-from tests.transport.test_connections import DEADLINE_S, call_at
+from tests.transport.calls import DEADLINE_S, call_at
 
 OPEN_A_DOOR = """
 import resource, sys, time
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
-from tests.transport.test_connections import Named
+from tests.transport.calls import Named
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 sock = connections.listen("127.0.0.1")
@@ -82,7 +82,7 @@ connections.raise_open_files(4097 - connections.OWN_FILES)
 WAIT_FOR_A_NEIGHBOUR = """
 import resource, sys
 from holmesjax.transport.rendezvous import Meeting, Ports, Rendezvous
-from tests.distributed.test_controller import PROCESSES
+from tests.distributed.scripted_jobs import PROCESSES
 
 ports = Ports.open({"ethernet": ["127.0.0.1"]})
 print(ports.book["ethernet"][0][1], flush=True)
