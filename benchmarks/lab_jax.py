@@ -20,7 +20,7 @@ from benchmarks.loops import composed_loss, plain_optimizer
 from holmesjax import config as configs
 from holmesjax.data.batches import model_inputs
 from holmesjax.models.layer import init_params
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 
 NUM_NODES = 4
 Tree = Any

@@ -25,7 +25,7 @@ from holmesjax import config as configs
 from holmesjax.config import Config
 from holmesjax.data.batches import model_inputs
 from holmesjax.models.layer import init_params
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 
 NUM_NODES, NUM_STAGES = 4, 2
 Step = Callable[[torch.Tensor, torch.Tensor], float | None]  # (token_BL, target_BL) -> loss

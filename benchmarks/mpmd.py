@@ -39,7 +39,7 @@ from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.program_shapes import batch_shapes, boundary_shape
 from holmesjax.runtime.programs import Programs
 from holmesjax.schedules.simulation import simulate
-from holmesjax.training_loop import make_chunks
+from holmesjax.training_setup import make_chunks
 from launch.launchers.launcher import EventSink, ProcessStart
 from launch.launchers.local import LocalLauncher
 from launch.supervisor import Supervisor

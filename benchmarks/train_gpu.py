@@ -174,7 +174,7 @@ def train_holmesjax(config: Config, kind: str) -> Iterator[Line]:
     from holmesjax.runtime.kernel_choice import attention_lines, optimizer_lines
     from holmesjax.runtime.pipeline import make_runner
     from holmesjax.runtime.timeline import Clock
-    from holmesjax.training_loop import make_chunks
+    from holmesjax.training_setup import make_chunks
 
     job = make_job(config, kind)
     program_cache.use(AUTO, os.environ, print)  # a second try does not compile again

@@ -3,14 +3,12 @@
 job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints and report
 """
 
-import dataclasses
 import functools
 import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,14 +18,11 @@ from jax.sharding import Mesh
 
 from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
-from holmesjax.checkpoints import committing, manifest, restoring, resume, second_reading, writing
+from holmesjax.checkpoints import committing, manifest, resume, second_reading, writing
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.save_schedule import SaveSchedule
-from holmesjax.data import cluster_paths
-from holmesjax.data.batches import Batches
-from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
 from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
@@ -44,14 +39,11 @@ from holmesjax.report.recorder import Recorder
 from holmesjax.report.shown_plan import ShownPlan
 from holmesjax.runtime import program_cache, stage_arrays
 from holmesjax.runtime.chunk import Chunk, Tree
-from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
-from holmesjax.runtime.pipeline import Pipeline, make_runner
 from holmesjax.runtime.stage_arrays import StageArrays
 from holmesjax.runtime.step_timeout import Progress
-from holmesjax.runtime.timeline import Clock
-from holmesjax.runtime.whole_step import WholeStep
-from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
+from holmesjax.training_loop import TrainingLoop
+from holmesjax.training_setup import TrainingSetup, make_chunks
 
 Record = dict[str, Any]  # of a step, as `metrics.jsonl` has it
 
@@ -320,7 +312,7 @@ class Trainer:
             self._print(line)
 
     def _train_from(self, start: resume.Start, lease: Lease) -> Generator[Record | None]:
-        began_s, config, plan = time.monotonic(), self.job.config, self.job.plan
+        began_s, config = time.monotonic(), self.job.config
         done = start.step
         if done >= config.train.steps:
             self.finished = True
@@ -331,18 +323,14 @@ class Trainer:
         self._loop = None  # the arrays of an attempt before this
         chunks = self._make_chunks()
         progress = Progress(config.distributed)
-        with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        cluster = self.job.topology.clusters[0].name  # of all stages: they are in this process
+        has_trained = jobs.has_trained(self.run_dir)
+        setup = TrainingSetup(self.job, chunks, cluster, has_trained=has_trained)
+        with ExitStack() as stack, setup:
             stack.callback(setattr, self, "progress", None)
-            reading = pool.submit(self._read_batches)
-            compiles_s = time.perf_counter()
-            runner = self._make_runner(chunks)
-            compile_s = time.perf_counter() - compiles_s
-            states = (
-                restoring.restore(start.checkpoint, chunks)
-                if start.checkpoint
-                else runner.init(config.train.seed)
-            )
-            batches = reading.result()
+            runner = setup.compile()
+            setup.restore(runner, start.checkpoint)
+            batches = setup.reading.result()
             data = batches.digests()
             if left_out := batches.data.left_out:
                 self._print(f"left out    {left_out}")
@@ -370,27 +358,22 @@ class Trainer:
                 self._callbacks.on_saves()
                 return self._stopping
 
-            loop = TrainingLoop(
-                config=config,
-                runner=runner,
-                batches=batches,
-                clock=stack.enter_context(Clock(len(plan.stages))),
-                writer=stack.enter_context(
-                    writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check)
+            loop = setup.loop(
+                functools.partial(
+                    TrainingLoop,
+                    tell=recorder.take,
+                    is_stopping=is_stopping,
+                    is_saving=SaveSchedule(config.checkpoint, begun=saves.begun),
+                    begins=progress.begin,
+                    profiles=self.run_dir / jobs.PROFILES,
+                    skipped=start.skipped,
+                    callbacks=self._callbacks,
+                    tells_at_once=lambda: self._is_stepwise,
                 ),
-                tell=recorder.take,
-                is_stopping=is_stopping,
-                is_saving=SaveSchedule(config.checkpoint, begun=saves.begun),
-                begins=progress.begin,
-                profiles=self.run_dir / jobs.PROFILES,
-                memory=PeakMemory(devices_of(chunks)),
-                skipped=start.skipped,
-                compile_s=compile_s,
-                callbacks=self._callbacks,
-                tells_at_once=lambda: self._is_stepwise,
+                runner,
+                writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check),
             )
-            loop.states, self._loop, self._chunks = states, loop, chunks
-            del states  # a step takes their memory
+            self._loop, self._chunks = loop, chunks
             self.progress = progress
             yield None
             for number in loop.steps(done, start.sequences):
@@ -408,13 +391,6 @@ class Trainer:
         lease.check()
         self._print(*recorder.summary())
         self._report(recorder)
-
-    def _read_batches(self) -> Batches:
-        """The data, by the paths of the first cluster: all stages are in this process."""
-        config = self.job.config
-        data_here = cluster_paths.here(config.data, self.job.topology.clusters[0].name)
-        read = functools.partial(read_batches, dataclasses.replace(config, data=data_here))
-        return patiently(read, has_trained=jobs.has_trained(self.run_dir))
 
     def _saves(
         self,
@@ -437,11 +413,6 @@ class Trainer:
         saves = Saves(self.run_dir, 1, commit, retention, say, committed)
         alarm.attach(saves.outstanding, say)
         return saves
-
-    def _make_runner(self, chunks: Sequence[Chunk]) -> Pipeline | WholeStep:
-        train = self.job.config.train
-        sorts = {"evaluates": train.eval_every > 0, "ramps": bool(train.rampup)}
-        return make_runner(self.job.plan, chunks, **sorts)
 
     def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""

@@ -15,121 +15,26 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from holmesjax.callbacks import Callbacks
 from holmesjax.checkpoints import skipped_data, writing
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.config import Config, TrainConfig
-from holmesjax.config.data_checks import packs
-from holmesjax.data import sources
-from holmesjax.data.batches import INPUTS, Batches
-from holmesjax.errors import DataError, FatalError, SpikeError
-from holmesjax.job import Job
-from holmesjax.layer_specs.kind import BatchArray
-from holmesjax.layer_specs.model_layers import auxiliary_names, layers
-from holmesjax.models import ops
-from holmesjax.models.layer import statements
-from holmesjax.optimizers.learning_rates import step_tokens
-from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.config import Config
+from holmesjax.data.batches import Batches
+from holmesjax.errors import FatalError, SpikeError
+from holmesjax.layer_specs.model_layers import auxiliary_names
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
-from holmesjax.runtime.chunk import Chunk, ChunkState
+from holmesjax.runtime.chunk import ChunkState
 from holmesjax.runtime.device_memory import PeakMemory
 from holmesjax.runtime.overlapped_work import OverlappedWork
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
-from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.timeline import Clock, Timeline
 from holmesjax.runtime.whole_step import WholeStep
 
 MAX_HELD = 8  # steps that are told together, if a busy machine sees their ends at once
-
-
-def make_chunks(
-    job: Job, meshes: Mapping[int, Mesh], unproven: str | None = ops.UNCHECKED
-) -> list[Chunk]:
-    """The chunks of the stages that have a mesh here, in the order of the model.
-
-    `unproven` says what the Pallas kernels lack to be taken, if anything.
-    """
-    config = job.config
-    stated = statements(config.model)
-    tokens = step_tokens(config.train, config.model.context_length)
-    return [
-        Chunk(
-            model=config.model,
-            plan=job.plan,
-            index=index,
-            mesh=meshes[stage],
-            optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
-            compute_dtype=config.train.compute_dtype,
-            param_dtype=config.train.param_dtype,
-            clip_norm=config.optimizer.clip_norm,
-            ema_decay=config.optimizer.ema_decay,
-            spike_rule=_spike_rule(config.train),
-            has_statistics=config.log.statistics,
-            mask_documents=config.data.documents == "mask",
-            restarts_positions=packs(config.data) and config.model.positions == "learned",
-            kernels=config.kernels,
-            seed=config.train.seed,
-            unproven=unproven,
-        )
-        for index, (stage, _) in enumerate(job.plan.chunks)
-        if stage in meshes
-    ]
-
-
-def _spike_rule(train: TrainConfig) -> SpikeRule | None:
-    if train.spike_policy == "none":
-        return None
-    skips = train.spike_policy in ("skip", "roll_back")
-    return SpikeRule(train.spike_window, train.spike_sigmas, skips)
-
-
-def read_batches(config: Config) -> Batches:
-    """The data of a run, which has what the layers of its model read."""
-    data = sources.module_of(config.data).read(config.data_by_tokens(), config.model.context_length)
-    _refuse_missing(config, data)
-    return Batches(
-        data=data,
-        seed=config.train.seed,
-        global_batch=config.train.global_batch,
-        length=config.model.context_length,
-        num_validation=config.train.eval_batches if config.train.eval_every else 0,
-    )
-
-
-def _refuse_missing(config: Config, data: sources.Splits) -> None:
-    """Raises DataError where a layer reads an array that the data does not have as it reads it."""
-    train = data.train
-    if isinstance(train, sources.Mixed):
-        train = next(iter(train.parts.values()))
-    if not len(train):
-        return  # which is refused in its own words
-    item, length = train[0], (config.model.context_length,)
-    has: dict[str, Any] = {name: (length, "integer") for name in INPUTS}
-    if not isinstance(item, sources.Item):
-        has = {name: (own.shape, _sort_of(own.dtype)) for name, own in item.items()}
-    wanted = {own.name: own for kind in layers(config.model).values() for own in kind.reads or ()}
-    if config.model.module is None:
-        names = INPUTS if config.data.documents == "mask" else INPUTS[:2]
-        wanted = {name: BatchArray(name, length, "int32") for name in names}
-    for name, own in wanted.items():
-        if has.get(name) == (own.shape, _sort_of(np.dtype(own.dtype))):
-            continue
-        shape = ", ".join(map(str, own.shape))
-        raise DataError(
-            "data.corpus",
-            f"has no {name} [{shape}] of {own.dtype}, which a layer of the model reads",
-            found=", ".join(f"{key} {list(dims)} {sort}" for key, (dims, sort) in has.items()),
-            fix="give this array for each item, or change what the layer reads",
-        )
-
-
-def _sort_of(dtype: np.dtype) -> str:
-    return "integer" if np.issubdtype(dtype, np.integer) else "floating"
 
 
 def _spike(report: ProcessStep) -> SpikeError:
@@ -195,7 +100,8 @@ class TrainingLoop:
     vote: Callable[[], None] = lambda: None
     callbacks: Callbacks = field(default_factory=Callbacks)
     tells_at_once: Callable[[], bool] = lambda: False
-    # Of the stages that are here, after the last step that was dispatched.
+    # Of the stages that are here, after the last step that was dispatched. Nothing else refers to
+    # them: a step takes their memory.
     states: Sequence[ChunkState] = field(default=(), init=False)
     _is_save_asked: bool = field(default=False, init=False)
     _last_s: float = field(default=0.0, init=False)  # when the step before ended
@@ -204,11 +110,10 @@ class TrainingLoop:
     _num_skipped: int = field(default=0, init=False)  # in a row
     _checkpoint_s: float = field(default=0.0, init=False)  # that no report has yet
 
-    def run(self, states: Sequence[ChunkState], done: int, sequences: int) -> int:
-        """Trains until the last step or until asked to stop; the number of steps done.
+    def run(self, done: int, sequences: int) -> int:
+        """Trains `states` until the last step or until asked to stop; the number of steps done.
 
         Args:
-          states: of the stages that are here.
           done: steps before this session.
           sequences: consumed in them.
 
@@ -216,8 +121,6 @@ class TrainingLoop:
           FatalError: the gradient of too many steps in a row is not finite.
           SpikeError: a step is a spike, in a run that goes back then.
         """
-        self.states = states
-        del states  # a step takes their memory
         for number in self.steps(done, sequences):
             done = number
         return done

@@ -11,7 +11,7 @@ from holmesjax import config as configs
 from holmesjax.data.batches import model_inputs
 from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 from tests.jobs import write_run
 from tests.one_device import plain_loss
 

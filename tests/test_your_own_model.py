@@ -17,7 +17,7 @@ from holmesjax.layer_specs.model_layers import EMBED, HEAD, forget, layers
 from holmesjax.models.layer import keys_of
 from holmesjax.models.own_model import Random, layers_of
 from holmesjax.trainer import Trainer
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 from tests.jobs import ROOT, write_run
 from tests.own_model_steps import initial
 

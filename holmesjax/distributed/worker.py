@@ -6,16 +6,13 @@ end by itself.
 """
 
 import contextlib
-import dataclasses
 import functools
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,9 +20,9 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, restoring, skipped_data, writing
+from holmesjax.checkpoints import manifest, skipped_data, writing
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.data import cluster_paths, sources, whole_digests
+from holmesjax.data import cluster_paths, whole_digests
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.distributed import foreign_errors
@@ -55,15 +52,12 @@ from holmesjax.plan.processes import Process, domain_fabric, make_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
 from holmesjax.runtime.chunk import Chunk
-from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
-from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
-from holmesjax.runtime.pipeline import Pipeline, in_one_process
+from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Activity
-from holmesjax.runtime.timeline import Clock
-from holmesjax.runtime.whole_step import WholeStep
-from holmesjax.training_loop import TrainingLoop, make_chunks, read_batches
+from holmesjax.training_loop import TrainingLoop
+from holmesjax.training_setup import TrainingSetup, make_chunks
 from holmesjax.transport import connections
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.records import Record
@@ -184,11 +178,10 @@ class Worker:
 
     def _run(self) -> None:
         job, member = self._job, self._member
-        data = cluster_paths.here(job.config.data, self._me.cluster)
-        config = dataclasses.replace(job.config, data=data)
         has_trained = self._environment.restart > 0 or jobs.has_trained(job.run_dir)
         # Before JAX starts: compiling may take minutes.
-        patiently(lambda: sources.module_of(data).look(config), has_trained=has_trained)
+        look = functools.partial(cluster_paths.look, job.config, [self._me.cluster])
+        patiently(look, has_trained=has_trained)
         job.check_pool(self._env, [self._me.stage])
         ports = self._listen()
         member.status("was checking the attention kernels")
@@ -203,15 +196,13 @@ class Worker:
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
         chunks = self._make_chunks(self._join(start), start)
-        with ThreadPoolExecutor(1) as pool, ExitStack() as stack, self._giving_up():
-            read = functools.partial(read_batches, config)
-            reading = pool.submit(patiently, read, has_trained=has_trained)
+        setup = TrainingSetup(job, chunks, self._me.cluster, has_trained=has_trained)
+        with setup, self._giving_up():
             member.status("was compiling")
-            began_s = time.perf_counter()
-            runner = self._make_runner(chunks, ports)
-            compile_s = time.perf_counter() - began_s
+            connect = functools.partial(self._connect_for_steps, chunks[0], ports)
+            runner = setup.compile(connect, member.advance, self._waits_for)
             member.status("was reading the corpus")
-            batches = self._result(reading)
+            batches = self._result(setup.reading)
             splits = batches.data
             # XLA:CPU gives up on a collective whose other processes come half a minute later.
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
@@ -219,37 +210,24 @@ class Worker:
             epoch = member.wait_for(Go).epoch
             member.status("was reading the checkpoint")
             saved = self._checkpoint(start.resume)
-            states = (
-                restoring.restore(saved, chunks)
-                if saved
-                else runner.init(job.config.train.seed, member.advance)
-            )
-            loop = TrainingLoop(
-                config=job.config,
-                runner=runner,
-                batches=batches,
-                clock=stack.enter_context(Clock(len(job.plan.stages))),
-                writer=stack.enter_context(
-                    writing.Writer(
-                        job.run_dir,
-                        chunks,
-                        self._send_saved,
-                        self._send_unsaved,
-                        lease.fence(job.run_dir, epoch),
-                    )
+            setup.restore(runner, saved, member.advance)
+            fence = lease.fence(job.run_dir, epoch)
+            loop = setup.loop(
+                functools.partial(
+                    TrainingLoop,
+                    tell=_Reporter(member, self._take_losses),
+                    is_stopping=lambda: self._stopping,
+                    is_saving=self._decide,
+                    begins=self._begins,
+                    profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
+                    skipped=skipped_data.read(job.run_dir),
+                    vote=lambda: self._member.vote(self._step),
                 ),
-                tell=_Reporter(member, self._take_losses),
-                is_stopping=lambda: self._stopping,
-                is_saving=self._decide,
-                begins=self._begins,
-                profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
-                memory=PeakMemory(devices_of(chunks)),
-                skipped=skipped_data.read(job.run_dir),
-                compile_s=compile_s,
-                vote=lambda: self._member.vote(self._step),
+                runner,
+                writing.Writer(job.run_dir, chunks, self._send_saved, self._send_unsaved, fence),
             )
             member.send(Up())
-            done = loop.run(states, start.resume, sequences=saved.sequences if saved else 0)
+            done = loop.run(start.resume, saved.sequences if saved else 0)
         self._leave(done, runner.close if isinstance(runner, Pipeline) else lambda: None)
 
     def _result(self, reading: "Future[Batches]") -> Batches:
@@ -326,19 +304,11 @@ class Worker:
             self._say(line)
         return chunks
 
-    def _make_runner(self, chunks: list[Chunk], ports: Ports) -> Pipeline | WholeStep:
-        member = self._member
-        if len(self._job.plan.stages) == 1 and self._job.config.train.rampup:
-            return in_one_process(self._job.plan, compile_chunks(chunks, member.advance))
-        if len(self._job.plan.stages) == 1:
-            evaluates = self._job.config.train.eval_every > 0
-            whole = compile_whole_step(chunks[0], evaluates=evaluates, compiled=member.advance)
-            return WholeStep(whole)
-        # First, while all are as far: some compile for longer than a neighbour would wait.
-        self._tcp = transport = self._connect(crossings(chunks[0]), chunks[0].mesh, ports)
-        member.status("was compiling")
-        programs = compile_chunks(chunks, member.advance)
-        return Pipeline(self._job.plan, programs, transport, self._waits_for)
+    def _connect_for_steps(self, chunk: Chunk, ports: Ports) -> TcpTransport:
+        """Connects with the stages that steps send to and receive from."""
+        self._tcp = self._connect(crossings(chunk), chunk.mesh, ports)
+        self._member.status("was compiling")
+        return self._tcp
 
     def _connect(self, all_crossings: Sequence[Crossing], mesh: Mesh, ports: Ports) -> TcpTransport:
         """Connects with all that this process shares arrays with."""

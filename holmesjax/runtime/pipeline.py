@@ -444,19 +444,33 @@ class _Once:
 
 
 def make_runner(
-    plan: Plan, chunks: Sequence[Chunk], *, evaluates: bool = True, ramps: bool = False
+    plan: Plan,
+    chunks: Sequence[Chunk],
+    *,
+    evaluates: bool = True,
+    ramps: bool = False,
+    connect: Callable[[], Transport] | None = None,
+    compiled: Callable[[], None] = _nothing,
+    waits_for: Callable[[str], None] = _nothing,
 ) -> Pipeline | WholeStep:
-    """Compiles the chunks of a plan, all of them in this process.
+    """Compiles the chunks of a plan that are in this process.
 
     Args:
       plan: of the run.
-      chunks: all of them.
+      chunks: those here.
       evaluates: whether the run has validations.
       ramps: whether some steps have fewer microbatches: a step is then no program of its own.
+      connect: makes the transport to other stages, which other processes have; None: all are here.
+      compiled: called after each program.
+      waits_for: as `Pipeline` takes it.
     """
-    if len(chunks) == 1 and not ramps:
-        return WholeStep(compile_whole_step(chunks[0], evaluates=evaluates))
-    return in_one_process(plan, compile_chunks(chunks))
+    if len(plan.chunks) == 1 and not ramps:
+        return WholeStep(compile_whole_step(chunks[0], evaluates=evaluates, compiled=compiled))
+    if connect is None or len(plan.stages) == 1:
+        return in_one_process(plan, compile_chunks(chunks, compiled))
+    # First, while all are as far: some compile for longer than a neighbour would wait.
+    transport = connect()
+    return Pipeline(plan, compile_chunks(chunks, compiled), transport, waits_for)
 
 
 def in_one_process(plan: Plan, programs: Sequence[Programs]) -> Pipeline:

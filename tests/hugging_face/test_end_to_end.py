@@ -17,7 +17,7 @@ from holmesjax.liveness import lease
 from holmesjax.models.layer import init_params
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.trainer import Trainer
-from holmesjax.training_loop import make_chunks
+from holmesjax.training_setup import make_chunks
 from launch.__main__ import main
 from tests import one_device
 from tests.hugging_face import transformers_child

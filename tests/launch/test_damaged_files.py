@@ -19,7 +19,7 @@ from holmesjax.planner import planner
 from holmesjax.report import metrics, page, recorder
 from holmesjax.trainer import Trainer
 from holmesjax.transport import connections
-from launch import supervisor
+from launch import attempt
 from launch.restarts import RECORD, Restarts
 from tests.jobs import run_launch_here, write_run
 
@@ -157,7 +157,7 @@ def run(whole, tmp_path, monkeypatch, capsys):
 
     plan = Plan.load(whole / "plan.yaml")
     monkeypatch.setattr(planner, "make_plan", lambda *_: plan)
-    monkeypatch.setattr(supervisor, "start_workers", start_workers)
+    monkeypatch.setattr(attempt, "start_workers", start_workers)
     monkeypatch.setattr(manifest, "SEEN_S", 0.0)
     monkeypatch.setattr(lease, "TERM_S", 0.0)
     monkeypatch.setenv("HOLMES_PROCESS", "0")

@@ -1,5 +1,6 @@
 """The supervisor hears what processes tell, or do not: real ones, which only talk."""
 
+import functools
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import launch.supervisor
+import launch.attempt
 from holmesjax import job as jobs
 from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
@@ -20,6 +21,8 @@ from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics, recorder
 from holmesjax.runtime.step_timeout import Progress
 from launch import process_logs, restarts
+from launch.attempt import Attempt
+from launch.loop_watch import LoopWatch
 from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
 from launch.supervisor import Supervisor
@@ -102,7 +105,7 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
         made.append(SlowSigns(config))
         return made[-1]
 
-    monkeypatch.setattr(launch.supervisor, "Progress", make)
+    monkeypatch.setattr(launch.attempt, "Progress", make)
     limit = ["distributed.start_timeout_s=100"]
     ends = [["tell", "up"], ["begin", "step", 1], ["done", 0]]
     starting = {0: [["advance", 3], *ends], 1: [["advance", 4], *ends], 2: ends}
@@ -113,14 +116,14 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
     assert made[-1].now_s > 5 * 100
     stuck = {**starting, 1: [["sleep", 60]]}
     supervisor, _ = supervise(tmp_path, stuck, settings=limit)
-    take = supervisor._take
+    take = Attempt._take
 
-    def take_and_wait(event, attempt):
-        take(event, attempt)
+    def take_and_wait(attempt, event):
+        take(attempt, event)
         if isinstance(event.record, Done) and len(attempt.done) == 2:
             made[-1].now_s += 101
 
-    supervisor._take = take_and_wait
+    monkeypatch.setattr(Attempt, "_take", take_and_wait)
     with pytest.raises(PeerError, match="no progress within distributed") as error:
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)"
@@ -171,18 +174,18 @@ def test_what_a_process_hung_in_on_its_gpu_is_named(tmp_path):
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_all_stop_after_the_same_step_when_the_launcher_is_told_to(
-    tmp_path, capsys, number, status
+    tmp_path, capsys, monkeypatch, number, status
 ):
     training = [["tell", "up"], ["train"]]
     supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training))
-    take = supervisor._take
+    take = Attempt._take
 
-    def take_and_tell(event, attempt):
-        take(event, attempt)
+    def take_and_tell(attempt, event):
+        take(attempt, event)
         if isinstance(event.record, Up) and len(attempt.up) == 3:
             os.kill(os.getpid(), number)
 
-    supervisor._take = take_and_tell
+    monkeypatch.setattr(Attempt, "_take", take_and_tell)
     assert supervisor.run() == status
     [saved] = manifest.find(tmp_path / "run")
     assert f"stopped after step {saved.step} of" in capsys.readouterr().out
@@ -392,14 +395,14 @@ def test_a_report_that_takes_long_holds_no_end_up(
     settings = ["log.report=true", f"distributed.stop_timeout_s={limit_s}"]
     training = [["tell", "up"], ["steps", 1, done], ["done", done]]
     supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
-    take = supervisor._record
+    take = Attempt._record
 
     def take_and_stop(*arguments):
         take(*arguments)
         if status == 75 and not supervisor._stops:
             supervisor._stops.add(signal.SIGTERM)  # a first one, during the steps
 
-    supervisor._record = take_and_stop
+    monkeypatch.setattr(Attempt, "_record", take_and_stop)
 
     def kill():
         while not begun.exists():
@@ -417,13 +420,14 @@ def test_a_report_that_takes_long_holds_no_end_up(
 
 def test_what_hangs_behind_the_last_step_ends_with_the_status_of_the_job(tmp_path, monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr(launch.supervisor, "LEAST_LEFT_S", 1.0)
+    monkeypatch.setattr(launch.attempt, "LEAST_LEFT_S", 1.0)
     training = [["tell", "up"], ["steps", 1, 10], ["done", 10]]
     settings = ["distributed.stop_timeout_s=1"]
     supervisor, launcher = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
     statuses = []
     end = lambda status, *last_words: (statuses.append(status), ended.set())
-    supervisor._loop_watch._end = end
+    watch = functools.partial(LoopWatch, end=end)
+    monkeypatch.setattr(launch.attempt, "LoopWatch", watch)
     real_end = launcher.end
     launcher.end = lambda: (ended.wait(60), real_end())  # `scancel`, say, does not return
     assert supervisor.run() == 0

@@ -37,7 +37,7 @@ from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import RunningJob, run_launch_here, write_run
 from tests.one_device import RTOL, SEED, assert_near, step_inputs

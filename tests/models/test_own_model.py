@@ -28,7 +28,7 @@ from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.programs import ProgramKey
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 from tests import own_models as own_model
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
 from tests.jobs import RunningJob, write_run

@@ -73,7 +73,7 @@ JOBS = (
     ),
     Bug(
         name="deaf-in-the-report",
-        module="launch.supervisor",
+        module="launch.attempt",
         old="lambda: self._stops.count > before",
         new="lambda: self._stops.count > 9",
         wrong="a signal does not end the writing of a report",

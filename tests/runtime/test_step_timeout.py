@@ -8,12 +8,13 @@ import time
 
 import pytest
 
-import launch.supervisor
+import launch.attempt
 from holmesjax import job as jobs
 from holmesjax.config import DistributedConfig
 from holmesjax.errors import PeerError
 from holmesjax.liveness import lease
 from holmesjax.runtime.step_timeout import Progress
+from launch.attempt import Attempt
 from launch.process_logs import LOGS
 from launch.supervisor import Supervisor
 from tests.jobs import ROOT, write_run
@@ -125,18 +126,18 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
 ):
     made = []
     make = lambda config: made.append(LateInStep2(config)) or made[-1]
-    monkeypatch.setattr(launch.supervisor, "Progress", make)
+    monkeypatch.setattr(launch.attempt, "Progress", make)
     supervisor, _ = supervise(tmp_path, BUSY, WAITS, "distributed.step_timeout_s=100")
-    take, events, logs = supervisor._take, supervisor._events, tmp_path / "run" / LOGS
+    take, events, logs = Attempt._take, Attempt._events, tmp_path / "run" / LOGS
 
-    def take_and_note(event, attempt):
-        take(event, attempt)
+    def take_and_note(attempt, event):
+        take(attempt, event)
         made[0].are_up = len(attempt.up) == 3
 
     def until_all_have_told(attempt, for_s):
         """However long their stacks take; for a minute at most."""
         deadline_s = time.monotonic() + 60
-        told = lambda number: attempt.controller.status(number).endswith(" in step 2")
+        told = lambda number: attempt._controller.status(number).endswith(" in step 2")
         while time.monotonic() < deadline_s and not all(map(told, range(3))):
             yield from events(attempt, 0.1)
         while time.monotonic() < deadline_s and not all(
@@ -144,7 +145,8 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
         ):
             yield from events(attempt, 0.1)
 
-    supervisor._take, supervisor._events = take_and_note, until_all_have_told
+    monkeypatch.setattr(Attempt, "_take", take_and_note)
+    monkeypatch.setattr(Attempt, "_events", until_all_have_told)
     with pytest.raises(PeerError) as error:
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)", error.value
@@ -173,7 +175,7 @@ def test_what_is_told_in_time_is_no_hang(tmp_path, monkeypatch):
     """A step of the others lasts longer than one may, while one validates."""
     made = []
     make = lambda config: made.append(SlowValidation(config)) or made[-1]
-    monkeypatch.setattr(launch.supervisor, "Progress", make)
+    monkeypatch.setattr(launch.attempt, "Progress", make)
     validates = [["begin", "validation", 2]] * 4
     end = [["done", 10]]
     supervisor, _ = supervise(

@@ -24,7 +24,7 @@ from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, validate
 from holmesjax.trainer import Trainer
-from holmesjax.training_loop import read_batches
+from holmesjax.training_setup import read_batches
 from launch.__main__ import main
 from tests.jobs import ROOT, RunningJob, write_run
 from tests.one_device import plain_loss

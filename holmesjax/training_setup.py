@@ -1,0 +1,208 @@
+"""What comes before the first step of a process: its chunks, data, programs and states."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from holmesjax.checkpoints import restoring, writing
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.config import Config, TrainConfig
+from holmesjax.config.data_checks import packs
+from holmesjax.data import cluster_paths, sources
+from holmesjax.data.batches import INPUTS, Batches
+from holmesjax.data.patience import patiently
+from holmesjax.errors import DataError
+from holmesjax.job import Job
+from holmesjax.layer_specs.kind import BatchArray
+from holmesjax.layer_specs.model_layers import layers
+from holmesjax.models import ops
+from holmesjax.models.layer import statements
+from holmesjax.optimizers.learning_rates import step_tokens
+from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.runtime.chunk import Chunk, ChunkState
+from holmesjax.runtime.device_memory import PeakMemory, devices_of
+from holmesjax.runtime.pipeline import Pipeline, make_runner
+from holmesjax.runtime.spikes import SpikeRule
+from holmesjax.runtime.timeline import Clock
+from holmesjax.runtime.whole_step import WholeStep
+from holmesjax.training_loop import TrainingLoop
+from holmesjax.transport.local import Transport
+
+
+class TrainingSetup:
+    """Prepares the loop of a process, and closes what the loop has used; a context manager.
+
+    The data are read from the start on, in a thread, while programs are compiled: `reading`.
+
+    Args:
+      job: the run.
+      chunks: those of this process.
+      cluster: whose paths of the data are those of this process.
+      has_trained: whether the run had its data before, so that they are waited for.
+    """
+
+    def __init__(self, job: Job, chunks: Sequence[Chunk], cluster: str, *, has_trained: bool):
+        self._job, self._chunks = job, chunks
+        self._compile_s = 0.0
+        self._states: Sequence[ChunkState] = ()  # until the loop has them
+        data = cluster_paths.here(job.config.data, cluster)
+        read = functools.partial(read_batches, dataclasses.replace(job.config, data=data))
+        self._stack = ExitStack()
+        pool = self._stack.enter_context(ThreadPoolExecutor(1))
+        self.reading: Future[Batches] = pool.submit(patiently, read, has_trained=has_trained)
+
+    def __enter__(self) -> "TrainingSetup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def compile(
+        self,
+        connect: Callable[[], Transport] | None = None,
+        compiled: Callable[[], None] = lambda: None,
+        waits_for: Callable[[str], None] = lambda text: None,
+    ) -> Pipeline | WholeStep:
+        """Compiles the chunks; the arguments are those of `make_runner`."""
+        train, began_s = self._job.config.train, time.perf_counter()
+        runner = make_runner(
+            self._job.plan,
+            self._chunks,
+            evaluates=train.eval_every > 0,
+            ramps=bool(train.rampup),
+            connect=connect,
+            compiled=compiled,
+            waits_for=waits_for,
+        )
+        self._compile_s = time.perf_counter() - began_s
+        return runner
+
+    def restore(
+        self,
+        runner: Pipeline | WholeStep,
+        checkpoint: Checkpoint | None,
+        drawn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Reads the states from a checkpoint, or draws them; `drawn` is called after each layer."""
+        self._states = (
+            restoring.restore(checkpoint, self._chunks)
+            if checkpoint
+            else runner.init(self._job.config.train.seed, drawn)
+        )
+
+    def loop(
+        self,
+        make: Callable[..., TrainingLoop],
+        runner: Pipeline | WholeStep,
+        writer: writing.Writer,
+    ) -> TrainingLoop:
+        """Makes the loop, which alone has the states from now on.
+
+        Args:
+          make: `TrainingLoop` with what this process tells and asks.
+          runner: of `compile`.
+          writer: of checkpoints.
+        """
+        loop = make(
+            config=self._job.config,
+            runner=runner,
+            batches=self.reading.result(),
+            clock=self._stack.enter_context(Clock(len(self._job.plan.stages))),
+            writer=self._stack.enter_context(writer),
+            memory=PeakMemory(devices_of(self._chunks)),
+            compile_s=self._compile_s,
+        )
+        loop.states, self._states = self._states, ()  # a step takes their memory
+        return loop
+
+
+def make_chunks(
+    job: Job, meshes: Mapping[int, Mesh], unproven: str | None = ops.UNCHECKED
+) -> list[Chunk]:
+    """The chunks of the stages that have a mesh here, in the order of the model.
+
+    `unproven` says what the Pallas kernels lack to be taken, if anything.
+    """
+    config = job.config
+    stated = statements(config.model)
+    tokens = step_tokens(config.train, config.model.context_length)
+    return [
+        Chunk(
+            model=config.model,
+            plan=job.plan,
+            index=index,
+            mesh=meshes[stage],
+            optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
+            compute_dtype=config.train.compute_dtype,
+            param_dtype=config.train.param_dtype,
+            clip_norm=config.optimizer.clip_norm,
+            ema_decay=config.optimizer.ema_decay,
+            spike_rule=_spike_rule(config.train),
+            has_statistics=config.log.statistics,
+            mask_documents=config.data.documents == "mask",
+            restarts_positions=packs(config.data) and config.model.positions == "learned",
+            kernels=config.kernels,
+            seed=config.train.seed,
+            unproven=unproven,
+        )
+        for index, (stage, _) in enumerate(job.plan.chunks)
+        if stage in meshes
+    ]
+
+
+def _spike_rule(train: TrainConfig) -> SpikeRule | None:
+    if train.spike_policy == "none":
+        return None
+    skips = train.spike_policy in ("skip", "roll_back")
+    return SpikeRule(train.spike_window, train.spike_sigmas, skips)
+
+
+def read_batches(config: Config) -> Batches:
+    """The data of a run, which has what the layers of its model read."""
+    data = sources.module_of(config.data).read(config.data_by_tokens(), config.model.context_length)
+    _refuse_missing(config, data)
+    return Batches(
+        data=data,
+        seed=config.train.seed,
+        global_batch=config.train.global_batch,
+        length=config.model.context_length,
+        num_validation=config.train.eval_batches if config.train.eval_every else 0,
+    )
+
+
+def _refuse_missing(config: Config, data: sources.Splits) -> None:
+    """Raises DataError where a layer reads an array that the data does not have as it reads it."""
+    train = data.train
+    if isinstance(train, sources.Mixed):
+        train = next(iter(train.parts.values()))
+    if not len(train):
+        return  # which is refused in its own words
+    item, length = train[0], (config.model.context_length,)
+    has: dict[str, Any] = {name: (length, "integer") for name in INPUTS}
+    if not isinstance(item, sources.Item):
+        has = {name: (own.shape, _sort_of(own.dtype)) for name, own in item.items()}
+    wanted = {own.name: own for kind in layers(config.model).values() for own in kind.reads or ()}
+    if config.model.module is None:
+        names = INPUTS if config.data.documents == "mask" else INPUTS[:2]
+        wanted = {name: BatchArray(name, length, "int32") for name in names}
+    for name, own in wanted.items():
+        if has.get(name) == (own.shape, _sort_of(np.dtype(own.dtype))):
+            continue
+        shape = ", ".join(map(str, own.shape))
+        raise DataError(
+            "data.corpus",
+            f"has no {name} [{shape}] of {own.dtype}, which a layer of the model reads",
+            found=", ".join(f"{key} {list(dims)} {sort}" for key, (dims, sort) in has.items()),
+            fix="give this array for each item, or change what the layer reads",
+        )
+
+
+def _sort_of(dtype: np.dtype) -> str:
+    return "integer" if np.issubdtype(dtype, np.integer) else "floating"

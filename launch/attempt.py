@@ -1,0 +1,508 @@
+"""One attempt of a job: one start of all its processes, until they have ended.
+
+An attempt starts the processes, lets them find each other, records what they report, and waits for
+their end. When one process is lost, it ends all. One paragraph names the lost process, and says
+what the others waited for.
+"""
+
+import contextlib
+import functools
+import queue
+import shlex
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from holmesjax.checkpoints import committing, resume
+from holmesjax.checkpoints.commit_alarm import CommitAlarm
+from holmesjax.checkpoints.committing import Saves
+from holmesjax.checkpoints.retention import Retention
+from holmesjax.checkpoints.save_schedule import SaveSchedule
+from holmesjax.distributed.controller import NOBODY, Controller
+from holmesjax.distributed.data_agreement import DataAgreement
+from holmesjax.distributed.messages import (
+    AllDone,
+    Compiled,
+    Done,
+    Exit,
+    Failed,
+    Files,
+    Go,
+    Lost,
+    Measurements,
+    Output,
+    ProcessEvent,
+    Refused,
+    Saved,
+    Stop,
+    Unsaved,
+    Up,
+    Warned,
+)
+from holmesjax.errors import (
+    REQUEUE,
+    DamagedError,
+    DataError,
+    HolmesError,
+    LostDataError,
+    LostLeaseError,
+    PeerError,
+)
+from holmesjax.hosts import computing
+from holmesjax.liveness.lease import Lease
+from holmesjax.plan.processes import Process
+from holmesjax.report.process_step import ProcessStep
+from holmesjax.report.recorder import Recorder
+from holmesjax.runtime.step_timeout import Progress
+from holmesjax.transport import connections
+from launch.failure_causes import NEWS_S, events_of, find_cause, is_failure
+from launch.failure_messages import NAMES, error_of, list_names, statuses_of
+from launch.holdups import hold_up
+from launch.launchers.launcher import Launcher, leaving
+from launch.loop_watch import LoopWatch
+from launch.process_logs import ProcessLogs, is_noise
+from launch.stop_requests import StopRequests
+from launch.workers import start_workers
+
+KEY = "job.key"
+STACKS_S = 3.0  # for the stacks of a job without progress to come
+END_S = 30.0  # for processes to leave after the end
+LEAST_LEFT_S = 5.0  # that a job has to end in, however late it was asked to
+DELAY_S = 0.5  # of the output on the console, so that the last words of a failing job stay in logs
+
+say = functools.partial(print, flush=True)
+
+
+class Watch(Protocol):
+    """Watches a job while it trains."""
+
+    def step(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes the record of a step that is done, and returns additions to it."""
+
+    def end(self) -> None:
+        """Called when all processes have ended, before the report is written."""
+
+
+class Attempt:
+    """One start of all processes of a job. `run` starts them, and returns when they have ended.
+
+    Args:
+      start: where the job goes on.
+      restart: how many attempts there were before.
+      launcher: starts the processes.
+      processes: all of the plan.
+      lease: on the run folder.
+      stops: the signals that the supervisor hears.
+      unsave: takes back what the start wrote into the run folder, for a job that is refused.
+      variables: of the environment of all processes.
+      key_file: with the key of the job; None: the attempt has its own, in the run folder.
+      watch: looks on.
+      unlike: facts in which processes may differ.
+      advice: how the job is started again, after a comma.
+    """
+
+    def __init__(
+        self,
+        start: resume.Start,
+        restart: int,
+        launcher: Launcher,
+        processes: Sequence[Process],
+        *,
+        lease: Lease,
+        stops: StopRequests,
+        unsave: Callable[[], None],
+        variables: Mapping[str, str],
+        key_file: str | None,
+        watch: Watch | None,
+        unlike: Sequence[str],
+        advice: str,
+    ):
+        self.start, self._restart = start, restart
+        self._job, self._launcher, self._processes = start.job, launcher, processes
+        self._config = self._job.config.distributed
+        self._lease, self._stops, self._unsave = lease, stops, unsave
+        self._variables, self._given_key_file, self._watch = variables, key_file, watch
+        self._unlike, self._advice = unlike, advice
+        self._key_file = Path(key_file or self._job.run_dir / KEY)
+        limit_s, setting = self._config.start_timeout_s, "distributed.start_timeout_s"
+        self._loop_watch = LoopWatch(limit_s, setting, lease.release)
+        self.blamed: str | None = None  # the node of a failure that came before any signal
+        self.has_trained = False  # a step
+        self.up: set[int] = set()  # processes
+        self.done: dict[int, int] = {}  # process -> steps
+        self.exited: dict[int, int] = {}  # process -> status
+        self.output: deque[tuple[float, str]] = deque()  # when it came, and the line
+        self._leave_by_s = 0.0  # when the launcher is to be gone, once its loop is over
+        self._is_ending = False  # whether a signal comes too late to be told to processes
+        self._retention(say).after_start()
+        self._logs = ProcessLogs(self._job.run_dir, processes, lease.move)
+        self._progress = Progress(self._config)
+        leaders = [process.name for process in processes if process.leads]
+        self._alarm = CommitAlarm(self._job.config.checkpoint, start.step, leaders)
+        with ExitStack() as stack:
+            self._controller = stack.enter_context(self._open_controller())
+            self._recorder = stack.enter_context(self._open_recorder())
+            self._opened = stack.pop_all()
+        self._agreement = DataAgreement(processes, self._controller.send)
+        self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
+        print_line = self._recorder.console.print
+        self._saves = Saves(
+            self._job.run_dir,
+            len(self._job.plan.stages),
+            functools.partial(committing.commit, start, data=self._data, owner=lease),
+            self._retention(print_line),
+            print_line,
+            self._alarm.committed,
+        )
+        self._alarm.attach(self._saves.outstanding, print_line)
+
+    def _open_controller(self) -> Controller:
+        """Listens for the processes."""
+        read_or_make = (
+            connections.read_key_file if self._given_key_file else connections.make_key_file
+        )
+        return Controller(
+            self._processes,
+            address=self._launcher.address,
+            port=self._launcher.port,
+            about=self._job.about(self._restart),
+            resume=self.start.step,
+            key=read_or_make(self._key_file),
+            heartbeat_timeout_s=self._config.silence_s,
+            is_saving=SaveSchedule(
+                self._job.config.checkpoint, begun=lambda step: self._saves.begun(step)
+            ),
+            progress=self._progress,
+            allow=computing.permitted(self._job.run_dir, self._unlike),
+        )
+
+    def _open_recorder(self) -> Recorder:
+        return Recorder(
+            self._job.run_dir,
+            self._job.config,
+            done_steps=self.start.step,
+            num_processes=len(self._processes),
+            peak_step_s=self._job.measured_peak_step_s,
+            on_step=self._watch_step,
+            owner=self._lease,
+        )
+
+    def stop(self) -> None:
+        """Tells the processes to stop after their step, as long as they run."""
+        if not self._is_ending:
+            self._controller.stop()
+
+    def run(self) -> int:
+        """Starts the processes, and hears them until they have ended; the exit status of the job.
+
+        Raises HolmesError if the attempt fails, and SystemExit if it is asked to leave at once.
+        """
+        with ExitStack() as watched:  # the loop and what follows it, until the stack is closed
+            with self._opened:
+                done = self._train(watched)
+            return self._finish(done)
+
+    def _train(self, watched: ExitStack) -> int:
+        """Starts the processes, and ends them; the number of steps done."""
+        try:
+            start_workers(
+                self._launcher,
+                self._processes,
+                self._controller,
+                run_dir=self._job.run_dir,
+                key_file=self._key_file,
+                variables=self._variables,
+                restart=self._restart,
+            )
+            watched.enter_context(self._loop_watch)
+            done = self._supervise()
+            is_whole = done >= self._job.config.train.steps
+            self._begin_to_leave(0 if is_whole else self._stops.exit_status)
+        except SystemExit as end:  # asked to leave at once
+            self._begin_to_leave(int(end.code or 0))
+            raise
+        except HolmesError as error:
+            self._begin_to_leave(error.exit_status)
+            is_final = error.exit_status == HolmesError.exit_status
+            if is_final and not isinstance(error, DamagedError):
+                self._controller.refuse(error)  # whoever started them, none is to start again
+                self._unsave()
+            raise
+        finally:
+            self._end_workers()
+        return done
+
+    def _end_workers(self) -> None:
+        self._is_ending = True
+        self._launcher.end()
+        if self._watch:
+            self._watch.end()
+        if self._given_key_file is None:
+            with contextlib.suppress(OSError, LostLeaseError):  # the end says more
+                self._lease.guard(self._key_file.unlink)(missing_ok=True)
+
+    def _finish(self, done: int) -> int:
+        """Tells what a session has done, which has not failed; returns its exit status."""
+        for line in self._recorder.summary():
+            say(line)
+        self._report()
+        if done < self._job.config.train.steps:
+            print(*self._job.unfinished(done), sep="\n", flush=True)
+            return self._stops.exit_status
+        return 0
+
+    def _begin_to_leave(self, status: int) -> None:
+        """Limits what follows on the loop: a job that is to end is gone in time."""
+        limit_s = max(min(self._config.stop_timeout_s, self._stops.left_s), LEAST_LEFT_S)
+        self._leave_by_s = time.monotonic() + limit_s
+        self._loop_watch.leave(limit_s, "distributed.stop_timeout_s", status)
+
+    def _report(self) -> None:
+        """Has the report written; a signal that comes meanwhile gives it up."""
+        before, limit_s = self._stops.count, self._leave_by_s - time.monotonic()
+        if line := self._recorder.write_report(limit_s, lambda: self._stops.count > before):
+            say(line)
+
+    def _retention(self, tell: Callable[[str], None]) -> Retention:
+        """Removes the checkpoints that need not stay."""
+        checkpoint = self._job.config.checkpoint
+        return Retention(self._job.run_dir, checkpoint, self._lease.move, tell, self._lease.check)
+
+    def _watch_step(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns additions to the record of a step that is done."""
+        found = dict(self._watch.step(record)) if self._watch else {}
+        return found | self._alarm.step(record["step"])
+
+    def _supervise(self) -> int:
+        """Takes events until all processes have ended; returns the number of steps done."""
+        print_line = self._recorder.console.print
+        end_s: float | None = None
+        while len(self.exited) < len(self._processes):
+            self._loop_watch.turn()
+            if self._stops and not self.up:  # nothing has been trained that could be saved
+                raise SystemExit(leaving(self._stops.first))
+            if self._stops.is_impatient:
+                raise SystemExit(leaving(self._stops.last))
+            if end_s is not None and time.monotonic() > end_s:
+                break
+            if end_s is None and (problem := self._overdue()):
+                question = self._ask_for_stacks()
+                if self._overdue():
+                    raise self._hang(problem, question)
+                print_line("warning: a step was late, and is done now")
+            self._agreement.check()
+            while self.output and time.monotonic() > self.output[0][0] + DELAY_S:
+                print_line(self.output.popleft()[1])
+            try:
+                event = self._controller.events.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            self._hear(event)
+            self._saves.check()
+            if len(self.done) == len(self._processes) and end_s is None:
+                self._controller.broadcast(AllDone())
+                end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
+        for _, line in self.output:
+            print_line(line)
+        self._saves.check(at_end=True)
+        steps = set(self.done.values())
+        assert len(steps) == 1, f"the processes ended after different steps: {self.done}"
+        return steps.pop()
+
+    def _hear(self, event: ProcessEvent) -> None:
+        """Takes an event. Raises HolmesError if it is the end of the job."""
+        if is_failure(event, self.done):
+            raise self._diagnose(event)
+        if isinstance(event.record, Compiled | Files):
+            self._agree(event.process, event.record)
+        else:
+            self._take(event)
+
+    def _take(self, event: ProcessEvent) -> None:
+        number, console = event.process, self._recorder.console
+        name = self._processes[number].name
+        match event.record:
+            case Up():
+                self.up.add(number)
+            case Measurements(measured=report):
+                self._record(report)
+            case Saved(step=step, arrays=arrays, files=files):
+                self._saves.saved(step, arrays, files, name)
+            case Unsaved(step=step, reason=reason):
+                leads = self._processes[number].leads
+                self._saves.failed(step, f"{name} says {reason}", name, counts=leads)
+            case Done(step=step):
+                self.done[number] = step
+            case Stop(signal=signal_number):
+                signalled = signal.Signals(signal_number)
+                console.print(f"{name} was sent {signalled.name}")
+                self._stops.add(signalled)
+            case Exit(status=status):
+                self.exited[number] = status
+            case Output(line=line):
+                self._logs.write(number, line)
+                if not is_noise(line):
+                    self.output.append((time.monotonic(), f"{name} | {line}"))
+            case Refused(reason=reason, unlike=names) if names:
+                allow = shlex.quote(",".join([*self._unlike, *names]))
+                command = f"python -m launch train {self._job.run_dir} --allow={allow}"
+                fix = f"make the processes alike, or permit it: {command} and your other options"
+                raise HolmesError(name, "cannot be a process of this job", found=reason, fix=fix)
+            case Refused(reason=reason):
+                console.print(f"refused a process that says it is {name}: {reason}")
+            case Warned(text=text):
+                console.print(f"warning: {text}")
+            case Lost():
+                if not self._launcher.sees_exits:
+                    self.exited[number] = 0
+            case _:
+                raise AssertionError(f"what is {event}?")
+
+    def _record(self, report: ProcessStep) -> None:
+        self._recorder.take(report)
+        self.has_trained = True
+
+    def _agree(self, number: int, record: Compiled | Files) -> None:
+        """Lets all processes go once all have read the same data; says what none of them reads.
+
+        Raises LostDataError for data that are not those of the run so far, DataError at its begin.
+        """
+        if isinstance(record, Compiled) and record.left_out and number == 0:
+            print(f"left out    {record.left_out}", flush=True)
+        try:
+            data = self._agreement.take(number, record)
+            lines = self.start.check_data(data) if data else []
+        except DataError as error:
+            if not self.start.step:
+                raise
+            self._unsave()
+            raise LostDataError.of(error) from None
+        if data:
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)
+            self._data.update(data)
+            self._unsave = lambda: None  # the run goes on with what was saved
+            self._controller.broadcast(Go(epoch=self._lease.epoch))
+
+    def _events(self, for_s: float) -> Iterator[ProcessEvent]:
+        """Yields the events of the next seconds; output goes to the logs alone."""
+        for event in events_of(self._controller, for_s):
+            if isinstance(event.record, Output):
+                self._logs.write(event.process, event.record.line)
+            else:
+                yield event
+
+    # ---- failures ------------------------------------------------------------------------------
+
+    def _diagnose(self, first: ProcessEvent) -> HolmesError:
+        """Returns the cause of a failure, from all reports within a moment of its first sign."""
+        is_asked, controller = bool(self._stops), self._controller
+        self._loop_watch.turn()
+
+        def note(event: ProcessEvent) -> None:
+            match event.record:
+                case Output(line=line):
+                    self._logs.write(event.process, line)
+                case Measurements(measured=report):
+                    self._record(report)
+
+        cause = find_cause(
+            first,
+            controller,
+            self._processes,
+            note,
+            sees_exits=self._launcher.sees_exits,
+            done=self.done,
+            is_hurried=lambda: self._stops.is_impatient,
+        )
+        if paused := self._launchers_fault(cause):
+            return PeerError(
+                "the launcher",
+                paused,
+                found=statuses_of(self._processes, controller),
+                fix=f"resume from the last checkpoint with the same command, {self._advice}",
+            )
+        process = self._processes[cause.process]
+        self.blamed = None if is_asked else process.node
+        found = statuses_of(self._processes, controller, but=process)
+        output = self._logs.told(process.number)
+        fix = f"resume from the last checkpoint with the same command, {self._advice}{output}"
+        if not isinstance(cause.record, Failed) and (
+            lines := self._logs.last_lines(process.number)
+        ):
+            self._recorder.console.print(f"the last lines of {process.name}:")
+            for line in lines:
+                self._recorder.console.print(f"  {line}")
+        hangs = self._logs.hangs()
+        own = hangs.pop(process.number, "")
+        others = [f"{self._processes[number].name} {hang}" for number, hang in hangs.items()]
+        return error_of(
+            cause.record,
+            process.full_name,
+            last=" and ".join(filter(None, (controller.status(process.number), own))),
+            others="; ".join((found, *others)),
+            fix=fix,
+            fix_alone=f"correct what it says{output}",
+        )
+
+    def _launchers_fault(self, cause: ProcessEvent) -> str:
+        """Returns what the launcher itself has missed, in words; "" where a process is the cause.
+
+        Whoever is silent for `silence_s` is given up, and it is the launcher that was.
+        """
+        status = getattr(cause.record, "exit_status", getattr(cause.record, "status", REQUEUE))
+        paused_s = self._loop_watch.pause_s(within_s=self._config.silence_s + NEWS_S)
+        if status == REQUEUE and paused_s > self._config.silence_s / 2:
+            return (
+                f"stood still for {paused_s:.0f} s (it was stopped, or its machine slept or was "
+                "overloaded), so no process is to blame"
+            )
+        if cause.process == NOBODY:
+            return (
+                "has lost its connections to all processes at once: its network was cut, or all "
+                "were ended together"
+            )
+        return ""
+
+    def _overdue(self) -> str | None:
+        """Describes what takes too long in a job; None if nothing does."""
+        if self._stops.is_overdue:
+            asked = signal.Signals(self._stops.first).name
+            return (
+                f"has not stopped within distributed.stop_timeout_s = "
+                f"{self._config.stop_timeout_s:g} s of {asked}; its step is given up"
+            )
+        if not self._progress.is_late():
+            return None
+        if self.up == set(range(len(self._processes))):
+            return f"no progress for {self._progress.describe_limit()}"
+        return (
+            f"not ready to train, and no progress within distributed.start_timeout_s = "
+            f"{self._config.start_timeout_s:g} s"
+        )
+
+    def _ask_for_stacks(self) -> int:
+        """Makes all processes write their stacks into their logs, and report their status.
+
+        Returns the number of the question, for `hold_up`.
+        """
+        question = self._controller.ask(stacks=True)
+        for event in self._events(STACKS_S):
+            self._hear(event)
+        return question
+
+    def _hang(self, problem: str, question: int) -> HolmesError:
+        """Returns the error of a job without progress: who holds it up, and the status of all."""
+        blamed = hold_up(self._processes, self._controller, question)
+        nodes = list(dict.fromkeys(process.node for process in blamed))
+        self.blamed = None if self._stops else ", ".join(nodes[:NAMES])
+        return PeerError(
+            list_names([process.full_name for process in blamed]),
+            problem,
+            found=statuses_of(self._processes, self._controller),
+            fix="start it again from the last checkpoint with the same command"
+            + self._logs.told(blamed[0].number, "the stacks of all processes are in their logs,"),
+        )
