@@ -1,4 +1,4 @@
-"""What comes before the first step of a process: its chunks, data, programs and states."""
+"""Makes what a process needs before its first step: chunks, data, programs and states."""
 
 import dataclasses
 import functools

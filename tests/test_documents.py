@@ -119,7 +119,7 @@ def test_the_page_of_topologies_has_every_key_and_kind_and_its_file_can_be_plann
     keys = {field.name for entry in entries for field in dataclasses.fields(entry)}
     missing = {name for name in keys | {*DEVICES, *NICS} if f"`{name}`" not in page}
     assert not missing
-    [shown] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    shown, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "ours.yaml").write_text(shown)
     nodes = loading.load(tmp_path / "ours.yaml").nodes
     assert [node.num_devices for node in nodes] == 9 * [8] + [4]

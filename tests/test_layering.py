@@ -214,7 +214,7 @@ def test_the_design_has_every_package_in_its_order():
 
 
 def test_no_test_module_imports_from_another():
-    """What several tests need is in a module that says what it makes."""
+    """Modules that say what they make have the helpers of several tests."""
     is_test = lambda name: re.fullmatch(r"tests\.(\w+\.)*test_\w+(\.\w+)?", name)
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import hub_names
-from holmesjax.data import optional_packages
+from holmesjax.data import object_stores, optional_packages
 from holmesjax.errors import AbsentDataError, DataError
 from holmesjax.files import json_text, regular_files
 
@@ -126,7 +126,8 @@ def copy(path: str | Path, folder: Path) -> None:
 def read(path: Path) -> bytes:
     """The bytes of a file. Raises DataError."""
     try:
-        return regular_files.read_bytes(path)
+        with object_stores.open_file(path) as file:
+            return file.read()
     except OSError as error:
         fix = "make it readable"
         raise DataError(str(path), "cannot be read", found=error.strerror, fix=fix) from None

@@ -144,14 +144,17 @@ class Paths:
         least = math.inf
         for pipe in self.pipes:
             is_crossed = {(a, b): has[a] & has[b] for a, b in pipe.ways}  # [groups] each
-            ends = [
-                sum(
-                    np.any([is_crossed[way] for way in pipe.ways if way[end] == name], axis=0)
-                    for name in {way[end] for way in pipe.ways}
+            sources, targets = (
+                np.sum(
+                    [
+                        np.any([is_crossed[way] for way in pipe.ways if way[end] == name], axis=0)
+                        for name in {way[end] for way in pipe.ways}
+                    ],
+                    axis=0,
                 )
                 for end in (0, 1)
-            ]
-            if crossing := int(np.minimum(*ends).sum()):
+            )
+            if crossing := int(np.minimum(sources, targets).sum()):
                 least = min(least, pipe.reached_bytes_per_s / crossing)
         return least
 

@@ -387,7 +387,7 @@ def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
             pairs = zip(layers_s, problem.ranges.loads, strict=True)
             least_s = np.min(np.stack([np.asarray(own_s) / load for own_s, load in pairs]), axis=0)
             devices = np.prod(np.array(found), axis=1)
-            load_per_s += pool.num_devices / float((least_s * devices).min())
+            load_per_s += pool.num_devices / float(np.min(least_s * devices))
     if not load_per_s:
         return math.inf
     return settings.microbatches * problem.ranges.load / load_per_s

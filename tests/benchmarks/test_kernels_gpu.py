@@ -14,7 +14,7 @@ from tests.kernels.attention.oracle import seen
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_line_can_be_measured(part, monkeypatch):
-    """Of the formats of moments the one with scales: the others take the same calls."""
+    """The format of moments with scales stands for all: the others take the same calls."""
     monkeypatch.setattr(kernels_gpu, "KEPT_BYTES", {"int8": kernels_gpu.KEPT_BYTES["int8"]})
     most = {"flop_per_s": 1e12, "bytes_per_s": 1e9}
     lines = list(PARTS[part](True, most))

@@ -34,7 +34,8 @@ def test_mfu_of_a_plan_is_the_flop_of_its_products_over_those_of_the_data_sheet(
     assert job.peak_step_s == pytest.approx(flop / (num_devices * H100_BFLOAT16), rel=2e-3)
     [line] = [line for line in job.describe() if line.startswith("rate ")]
     assert f"{tokens / job.plan.step_time_s:,.0f} tokens/s" in line
-    assert f"MFU {job.peak_step_s / job.plan.step_time_s:.1%} predicted; 10 steps in " in line
+    counted = " (attention counted whole, not half as its causal mask) predicted; 10 steps in "
+    assert f"MFU {job.peak_step_s / job.plan.step_time_s:.1%}{counted}" in line
 
 
 def test_a_rehearsal_has_a_predicted_mfu_and_none_that_is_measured(tmp_path):

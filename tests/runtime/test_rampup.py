@@ -1,4 +1,4 @@
-"""Which batches a run that begins with smaller ones has, and which it cannot have.
+"""A run that begins with smaller batches: which it has, and which its plan cannot fill.
 
 The rows of `tests/whole_steps.py` that have a ramp compare its steps with those of one device.
 """
