@@ -98,7 +98,7 @@ def serve(num_members: int, pipe: Pipe) -> None:
         about=ABOUT,
         resume=0,
         key=KEY,
-        heartbeat_timeout_s=SILENCE_S,
+        silence_s=SILENCE_S,
         is_saving=lambda step: False,
         progress=Progress(DistributedConfig()),
     ) as controller:

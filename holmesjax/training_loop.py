@@ -218,7 +218,7 @@ class TrainingLoop:
     def _tell_held(self) -> None:
         held, self._held = self._held, []
         for report in held:
-            mean_s = math.fsum(own["step_time_s"] for own in held) / len(held)
+            mean_s = math.fsum(held_report["step_time_s"] for held_report in held) / len(held)
             self.tell({**report, "step_time_s": mean_s})
 
     def _step(self, step: int, states: Sequence[ChunkState], *args: Any) -> tuple[Any, Any]:

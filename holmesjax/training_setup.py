@@ -187,18 +187,20 @@ def _refuse_missing(config: Config, data: sources.Splits) -> None:
     item, length = train[0], (config.model.context_length,)
     has: dict[str, Any] = {name: (length, "integer") for name in INPUTS}
     if not isinstance(item, sources.Item):
-        has = {name: (own.shape, _sort_of(own.dtype)) for name, own in item.items()}
-    wanted = {own.name: own for kind in layers(config.model).values() for own in kind.reads or ()}
+        has = {name: (array.shape, _sort_of(array.dtype)) for name, array in item.items()}
+    wanted = {
+        array.name: array for kind in layers(config.model).values() for array in kind.reads or ()
+    }
     if config.model.module is None:
         names = INPUTS if config.data.documents == "mask" else INPUTS[:2]
         wanted = {name: BatchArray(name, length, "int32") for name in names}
-    for name, own in wanted.items():
-        if has.get(name) == (own.shape, _sort_of(np.dtype(own.dtype))):
+    for name, array in wanted.items():
+        if has.get(name) == (array.shape, _sort_of(np.dtype(array.dtype))):
             continue
-        shape = ", ".join(map(str, own.shape))
+        shape = ", ".join(map(str, array.shape))
         raise DataError(
             "data.corpus",
-            f"has no {name} [{shape}] of {own.dtype}, which a layer of the model reads",
+            f"has no {name} [{shape}] of {array.dtype}, which a layer of the model reads",
             found=", ".join(f"{key} {list(dims)} {sort}" for key, (dims, sort) in has.items()),
             fix="give this array for each item, or change what the layer reads",
         )

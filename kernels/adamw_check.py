@@ -68,9 +68,9 @@ def checks(
     update = functools.partial(adamw_pallas, interpret=interpret)
     return [
         (case.label, functools.partial(check, case, update, 1 if small else REPEATS))
-        for own in FORMATS
-        if own == kept
-        for case in cases(own, small=small)
+        for form in FORMATS
+        if form == kept
+        for case in cases(form, small=small)
     ]
 
 
@@ -118,8 +118,8 @@ def _inputs(case: UpdateCase) -> tuple[list[Leaf], list[jax.Array], jax.Array]:
         parameter, mu, nu, gradient = map(jnp.asarray, drawn)
         bits = moments.noise(moments.positions(shape), jnp.uint32(number))
         both = [
-            moments.narrow(x, moments.zero_moment(shape, case.kept, which), own, which)
-            for x, own, which in zip((mu, nu * nu), bits, MOMENTS.values(), strict=True)
+            moments.narrow(x, moments.zero_moment(shape, case.kept, which), bit, which)
+            for x, bit, which in zip((mu, nu * nu), bits, MOMENTS.values(), strict=True)
         ]
         leaves.append(Leaf(parameter.astype(case.parameter), *both))
         gradients.append(gradient.astype(case.gradient))

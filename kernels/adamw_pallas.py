@@ -304,7 +304,8 @@ def _leaf(like: Leaf, views: Sequence[jax.Array]) -> Leaf:
         arrays.append(moment.codes if isinstance(moment, Quantized) else moment)
     arrays += [moment.scales for moment in (like.mu, like.nu) if isinstance(moment, Quantized)]
     parameter, mu, nu, *scales = (
-        x.reshape(-1)[: own.size].reshape(own.shape) for x, own in zip(views, arrays, strict=True)
+        x.reshape(-1)[: array.size].reshape(array.shape)
+        for x, array in zip(views, arrays, strict=True)
     )
     if not scales:
         return Leaf(parameter, mu, nu)

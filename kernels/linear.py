@@ -264,7 +264,9 @@ def _feed_forward_backward(
     rows = tuple(range(lead))
     pairs = zip(dinner, w_in, strict=True) if b_in else ()
     db_in = tuple(du.sum(rows, dtype=jnp.float32).astype(w.dtype) for du, w in pairs)
-    dadded = tuple(None if own is None else du for own, du in zip(is_added, dinner, strict=False))
+    dadded = tuple(
+        None if is_given is None else du for is_given, du in zip(is_added, dinner, strict=False)
+    )
     return dx, dw_in, dw_out, db_in, dadded, (None,) * len(reads)
 
 

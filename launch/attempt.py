@@ -172,7 +172,7 @@ class Attempt:
             about=self._job.about(self._restart),
             resume=self.start.step,
             key=read_or_make(self._key_file),
-            heartbeat_timeout_s=self._config.silence_s,
+            silence_s=self._config.silence_s,
             is_saving=SaveSchedule(
                 self._job.config.checkpoint, begun=lambda step: self._saves.begun(step)
             ),

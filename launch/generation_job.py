@@ -89,7 +89,7 @@ class GenerationJob:
                 about=job.about(0),
                 resume=found.step,
                 key=connections.make_key_file(key_file),
-                heartbeat_timeout_s=self._config.silence_s,
+                silence_s=self._config.silence_s,
                 is_saving=lambda step: False,
                 progress=progress,
             ) as controller:

@@ -155,6 +155,6 @@ def queued() -> Iterator[None]:
     try:
         yield
     finally:
-        for own in streams:
-            own.drain()
+        for each_stream in streams:
+            each_stream.drain()
         sys.stdout, sys.stderr = before

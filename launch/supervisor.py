@@ -165,7 +165,7 @@ class Supervisor:
 
     def _done(self) -> int:
         """Returns the step of the newest checkpoint."""
-        return max((found.step for found in manifest.find(self._job.run_dir)), default=0)
+        return max((checkpoint.step for checkpoint in manifest.find(self._job.run_dir)), default=0)
 
     def _recorded_attempt(self, owner: Lease, restart: int, restarts: Restarts, step: int) -> int:
         owner.guard(restarts.begin)(step)

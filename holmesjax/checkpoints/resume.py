@@ -118,7 +118,7 @@ class Start:
 
     def describe(self) -> list[str]:
         """Lines for the console before the first step."""
-        left_out = [f"  leaves out {own}" for own in self.skipped]
+        left_out = [f"  leaves out {skipped_part}" for skipped_part in self.skipped]
         if not self.checkpoint:
             return left_out
         lines = [f"resuming after step {self.step}", *(f"  {change}" for change in self.changes)]
@@ -212,8 +212,8 @@ class Start:
         if not differ:
             return []
         was, now = (
-            ", ".join(f"{name} {found.get(name, '')[:SHOWN]}" for name in differ)
-            for found in (saved, digests)
+            ", ".join(f"{name} {digests_of_one.get(name, '')[:SHOWN]}" for name in differ)
+            for digests_of_one in (saved, digests)
         )
         change = Change("data.corpus", was, now)
         try:
@@ -414,7 +414,7 @@ def _default(section: str, name: str) -> Any:
 def _read_back(value: Any) -> Any:
     """A setting as JSON gives it back."""
     if isinstance(value, dict):
-        return {key: _read_back(own) for key, own in value.items()}
+        return {key: _read_back(entry) for key, entry in value.items()}
     return list(map(_read_back, value)) if isinstance(value, tuple) else value
 
 
@@ -441,7 +441,7 @@ def _allowed(run_dir: Path) -> list[_Allowed]:
 
 def _show(value: object) -> str:
     if isinstance(value, dict):
-        value = {name: own for name, own in value.items() if own is not None}
+        value = {name: entry for name, entry in value.items() if entry is not None}
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -103,7 +103,7 @@ class Retention:
         ]
 
     def _superfluous(self, last: int) -> list[Path]:
-        found = [own for own in manifest.finished(self._run_dir) if own[0] <= last]
+        found = [finished for finished in manifest.finished(self._run_dir) if finished[0] <= last]
         stay = {path for _, path in found[-self._config.keep :]}
         if hours := self._config.keep_every_hours:
             first_of: dict[float, Path] = {}

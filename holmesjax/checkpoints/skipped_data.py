@@ -52,7 +52,7 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
 
 def sequences(skipped: Sequence[Skipped], first: int, last: int) -> int:
     """The number of sequences that are left out behind the steps `first` to `last - 1`."""
-    return sum(own.sequences for own in skipped if first <= own.step < last)
+    return sum(part.sequences for part in skipped if first <= part.step < last)
 
 
 def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
@@ -62,7 +62,7 @@ def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
     """
     assert step < spike, f"step {step} is not before the spike in step {spike}"
     known = read(run_dir)
-    before = [own.spike for own in known if own.step == step]
+    before = [part.spike for part in known if part.step == step]
     if len(before) >= MOST:
         raise FatalError(
             str(run_dir),

@@ -76,7 +76,9 @@ def decay_is_for_schedules_with_one(optimizer: OptimizerConfig) -> Iterator[Conf
         problem = f"is missing: schedule {optimizer.schedule} needs it"
         yield wrong(where, problem, "nothing", fix)
     if not has_decay and decay is not None:
-        names = " or ".join(name for name, own in RATE_SCHEDULES.items() if own.has_decay)
+        names = " or ".join(
+            name for name, rate_schedule in RATE_SCHEDULES.items() if rate_schedule.has_decay
+        )
         fix = f"remove it, or set optimizer.schedule to {names}"
         problem = f"is only for schedule {names}, not for {optimizer.schedule}"
         yield wrong(where, problem, decay, fix)

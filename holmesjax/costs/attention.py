@@ -112,7 +112,7 @@ def attention_s(
     to_forward = implementation.attention_backward
     if choice is not None and choice.implementation == "reference" and not _is_of_plain(kind):
         products_s = pairs * kind.products_s(products, dtype)
-        scores = sum(own.rows * own.columns * own.times for own in products[:1])
+        scores = sum(product.rows * product.columns * product.times for product in products[:1])
         pass_s = float(kind.memory_s(4.0 * pairs * scores))
         return PassTimes(
             products_s + PLAIN_PASSES.forward * pass_s,

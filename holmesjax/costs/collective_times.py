@@ -152,8 +152,8 @@ class Group:
     def row(self) -> tuple[float, ...]:
         """Its numbers, as `Groups` has them; a search asks for the same groups over and over."""
         kinds = [self.reached(kind) for kind in KINDS]
-        starts_s = (float(own.start_s) for own in kinds)
-        rates = (float(own.bandwidth_bytes_per_s) for own in kinds)
+        starts_s = (float(bandwidth_kind.start_s) for bandwidth_kind in kinds)
+        rates = (float(bandwidth_kind.bandwidth_bytes_per_s) for bandwidth_kind in kinds)
         return (self.size, self.step_s, self.climb_s, *starts_s, *rates)
 
 

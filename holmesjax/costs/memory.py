@@ -201,8 +201,8 @@ def _temporary_bytes(
         for _, kind in stage.kinds(model)
     ]
     most: Numbers = 0.0
-    for own in found:
-        most = np.maximum(most, own)
+    for item in found:
+        most = np.maximum(most, item)
     return stage_tokens(model, stage) * most
 
 

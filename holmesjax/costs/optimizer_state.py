@@ -40,17 +40,19 @@ class _Squares(NamedTuple):
     def of(cls, parameters: Iterable[Parameter]) -> "_Squares":
         by_data: list[Parameter] = []
         whole: list[Parameter] = []
-        for own in parameters:
-            cut_by_data = next((i for i, d in enumerate(own.dims) if d not in TENSOR_DIMS), None)
-            if (dims := factored_dims(own.shape)) is None:
-                by_data.append(own)
+        for parameter in parameters:
+            cut_by_data = next(
+                (i for i, d in enumerate(parameter.dims) if d not in TENSOR_DIMS), None
+            )
+            if (dims := factored_dims(parameter.shape)) is None:
+                by_data.append(parameter)
                 continue
             for dim in dims:
-                (whole if dim == cut_by_data else by_data).append(_mean_over(own, dim))
+                (whole if dim == cut_by_data else by_data).append(_mean_over(parameter, dim))
         return cls(Extent.of(by_data), Extent.of(whole))
 
     def times(self, number: int) -> "_Squares":
-        return _Squares(*(own.times(number) for own in self))
+        return _Squares(*(squares_number.times(number) for squares_number in self))
 
     @staticmethod
     def total(squares: Iterable["_Squares"]) -> "_Squares":
@@ -72,9 +74,9 @@ def _stays_wide(parameter: Parameter) -> bool:
 def _by_shape(pairs: Iterable[tuple[Parameter, int]]) -> tuple[tuple[Parameter, int], ...]:
     """One parameter of each shape and dims, beside the sum of their numbers."""
     found: dict[tuple[str, tuple[int, ...]], tuple[Parameter, int]] = {}
-    for own, number in pairs:
-        first, before = found.get((own.dims, own.shape), (own, 0))
-        found[own.dims, own.shape] = first, before + number
+    for parameter, number in pairs:
+        first, before = found.get((parameter.dims, parameter.shape), (parameter, 0))
+        found[parameter.dims, parameter.shape] = first, before + number
     return tuple(found.values())
 
 
@@ -87,11 +89,11 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Iterable[Parameter]) -> "_State":
-        trained = [own for own in parameters if own.trains]
+        trained = [parameter for parameter in parameters if parameter.trains]
         return cls(
-            wide=Extent.of(own for own in trained if _stays_wide(own)),
+            wide=Extent.of(parameter for parameter in trained if _stays_wide(parameter)),
             squares=_Squares.of(trained),
-            others=Extent.of(own for own in trained if not own.matrix),
+            others=Extent.of(parameter for parameter in trained if not parameter.matrix),
         )
 
     def times(self, number: int) -> "_State":
@@ -118,21 +120,23 @@ class _StageState(NamedTuple):
 @cached(100_000)  # a search asks over and over
 def _stage_state(model: ModelConfig, counts: tuple[int, ...]) -> _StageState:
     # Muon orthogonalises a matrix where its layer is: a copy of it is none.
-    copies = [replace(own, matrix=0) for own in stage_extents(model, counts).copies]
+    copies = [replace(copy, matrix=0) for copy in stage_extents(model, counts).copies]
     own = zip(counts, _layer_states(model), strict=True)
     states = [_State.of(copies), *(state.times(n) for n, state in own)]
     trained = [
-        (own, n)
+        (parameter, n)
         for n, kind in zip(counts, kinds(model).in_order, strict=True)
-        for own in kind.parameters
-        if own.trains and n
+        for parameter in kind.parameters
+        if parameter.trains and n
     ]
-    trained += [(own, 1) for own in copies if own.trains]
+    trained += [(copy, 1) for copy in copies if copy.trains]
     return _StageState(
         wide=Extent.total(state.wide for state in states),
         squares=_Squares.total(state.squares for state in states),
         others=Extent.total(state.others for state in states),
-        in_blocks=_by_shape((own, n) for own, n in trained if not _stays_wide(own)),
+        in_blocks=_by_shape(
+            (parameter, n) for parameter, n in trained if not _stays_wide(parameter)
+        ),
     )
 
 
@@ -249,9 +253,12 @@ def hidden_matrices(model: ModelConfig, stage: StageShape) -> Counter[Matrix]:
     """The number of a stage's trained hidden matrices of each shape; none without Muon."""
     found: Counter[Matrix] = Counter()
     for count, kind in stage.kinds(model) if "others" in stage.kept else ():
-        for own in kind.parameters:
-            if own.trains and own.matrix:
-                sides = (math.prod(own.shape[: own.matrix]), math.prod(own.shape[own.matrix :]))
+        for parameter in kind.parameters:
+            if parameter.trains and parameter.matrix:
+                sides = (
+                    math.prod(parameter.shape[: parameter.matrix]),
+                    math.prod(parameter.shape[parameter.matrix :]),
+                )
                 found[Matrix(min(sides), max(sides))] += count
     return found
 

@@ -34,13 +34,13 @@ class Extent(NamedTuple):
     @classmethod
     def of(cls, parameters: Iterable[Parameter]) -> "Extent":
         numbers = [0, 0, 0, 0]
-        for own in parameters:
-            numbers[own.is_cut + 2 * (PARTS_DIM in own.dims)] += own.size()
+        for parameter in parameters:
+            numbers[parameter.is_cut + 2 * (PARTS_DIM in parameter.dims)] += parameter.size()
         return cls(*numbers)
 
     def times(self, number: int) -> "Extent":
         """The numbers of several equal layers."""
-        return Extent(*(number * own for own in self))
+        return Extent(*(number * count for count in self))
 
     def without(self, other: "Extent") -> "Extent":
         return Extent(*(a - b for a, b in zip(self, other, strict=True)))
@@ -89,11 +89,13 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
     return tuple(
         _LayerExtents(
             all=Extent.of(kind.parameters),
-            trained=Extent.of(own for own in kind.parameters if own.trains),
-            unread=Extent.of(own for own in kind.parameters if own.use == "added"),
+            trained=Extent.of(parameter for parameter in kind.parameters if parameter.trains),
+            unread=Extent.of(
+                parameter for parameter in kind.parameters if parameter.use == "added"
+            ),
             looked_up=Extent.of(_looked_up(kind)),
-            trained_rows=Extent.of(own for own in _looked_up(kind) if own.trains),
-            borrowed=Extent.of(own for _, own in _borrowed(model, kind)),
+            trained_rows=Extent.of(table for table in _looked_up(kind) if table.trains),
+            borrowed=Extent.of(parameter for _, parameter in _borrowed(model, kind)),
             coded=Extent.of(_coded(kind)),
         )
         for kind in kinds(model).in_order
@@ -101,12 +103,12 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
 
 
 def _looked_up(kind: Kind) -> list[Parameter]:
-    return [own for own in kind.parameters if own.use == "looked_up"]
+    return [parameter for parameter in kind.parameters if parameter.use == "looked_up"]
 
 
 def _coded(kind: Kind) -> list[Parameter]:
-    names = {name for own in kind.products if own.dtype == FP8 for name in own.weights}
-    return [own for own in kind.parameters if own.name in names]
+    names = {name for product in kind.products if product.dtype == FP8 for name in product.weights}
+    return [parameter for parameter in kind.parameters if parameter.name in names]
 
 
 def _borrowed(model: ModelConfig, kind: Kind) -> list[tuple[str, Parameter]]:
@@ -114,7 +116,7 @@ def _borrowed(model: ModelConfig, kind: Kind) -> list[tuple[str, Parameter]]:
     found = []
     for path in kind.borrows:
         layer, _, name = path.partition("/")
-        [parameter] = [own for own in layers(model)[layer].parameters if own.name == name]
+        [parameter] = [stated for stated in layers(model)[layer].parameters if stated.name == name]
         found.append((layer, parameter))
     return found
 
@@ -162,14 +164,16 @@ def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
 
 def row_numbers(kind: Kind, *, trains: bool = False) -> int:
     """Numbers of the rows that a layer looks up for one token; with `trains`, of trained tables."""
-    tables = [own for own in _looked_up(kind) if own.trains or not trains]
-    return sum(own.size() // own.shape[0] for own in tables)
+    tables = [table for table in _looked_up(kind) if table.trains or not trains]
+    return sum(table.size() // table.shape[0] for table in tables)
 
 
 def table_parameters(model: ModelConfig) -> int:
     """The token table, V D: of the embedding, and of a tied output projection."""
     name = TABLE.rpartition("/")[2]
-    return Extent.of(own for own in kinds(model).embed.parameters if own.name == name).size
+    return Extent.of(
+        parameter for parameter in kinds(model).embed.parameters if parameter.name == name
+    ).size
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -201,7 +205,11 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     """
     counts = (1, *block_counts(model), 1)
     pairs = list(zip(counts, kinds(model).in_order, strict=True))
-    active = sum(n * own.size() * own.active_share for n, kind in pairs for own in kind.parameters)
+    active = sum(
+        n * parameter.size() * parameter.active_share
+        for n, kind in pairs
+        for parameter in kind.parameters
+    )
     return sum(n * kind.size() for n, kind in pairs), round(active)
 
 

@@ -27,13 +27,13 @@ def layer_products(kind: Kind, num_tokens: float, tensor: int = 1) -> list[Produ
     """
     return [
         Product(
-            num_tokens * own.rows * kind.met_share(own),
-            own.columns / tensor if own.cut == "columns" else own.columns,
-            own.depth / tensor if own.cut == "depth" else own.depth,
-            own.times,
-            own.dtype,
+            num_tokens * product.rows * kind.met_share(product),
+            product.columns / tensor if product.cut == "columns" else product.columns,
+            product.depth / tensor if product.cut == "depth" else product.depth,
+            product.times,
+            product.dtype,
         )
-        for own in kind.products
+        for product in kind.products
     ]
 
 
@@ -42,7 +42,7 @@ def trained_products(
 ) -> list[Product]:
     """Returns the `layer_products` whose weights train, or whose weights do not."""
     pairs = zip(layer_products(kind, num_tokens, tensor), kind.products, strict=True)
-    return [product for product, own in pairs if own.trains == trains]
+    return [product for product, weight in pairs if weight.trains == trains]
 
 
 def mixed_products(kind: Kind, length: int, num_tokens: float, tensor: int = 1) -> list[Product]:
@@ -57,9 +57,9 @@ def mixed_products(kind: Kind, length: int, num_tokens: float, tensor: int = 1) 
     sequences = num_tokens / length
     return [
         Product(
-            own.rows, own.columns, own.depth, own.times * sequences / (tensor if own.is_cut else 1)
+            mix.rows, mix.columns, mix.depth, mix.times * sequences / (tensor if mix.is_cut else 1)
         )
-        for own in kind.mixes
+        for mix in kind.mixes
     ]
 
 

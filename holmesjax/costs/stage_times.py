@@ -117,7 +117,7 @@ class _LayerShape(NamedTuple):
         return cls(**own)
 
 
-class _Layer(NamedTuple):
+class _LayerSeconds(NamedTuple):
     """Seconds of one Transformer layer on one device, without collectives."""
 
     forward_s: float
@@ -125,7 +125,7 @@ class _Layer(NamedTuple):
     weight_s: float  # of the backward: the products that make the gradients of weights
 
 
-class _Layers(NamedTuple):
+class _SecondsByStage(NamedTuple):
     """Seconds of a layer on the devices of each stage."""
 
     forward_s: Numbers
@@ -133,13 +133,13 @@ class _Layers(NamedTuple):
     weight_s: Numbers
 
 
-def _layer(
+def _layer_seconds(
     model: ModelConfig,
     number: int,  # of the kind, in `Kinds.blocks`
     stage: _LayerShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> _Layer:
+) -> _LayerSeconds:
     kind, length = kinds(model).blocks[number], model.context_length
     num_tokens = stage.sequences * length // stage.context
     products = layer_products(kind, num_tokens, stage.tensor)
@@ -156,7 +156,7 @@ def _layer(
     pass_s = attention_s(attention, choice, device, stage.dtype, stage.context, implementation)
     scores_s = float(device.memory_s(implementation.score_bytes * pairs))
     inputs = [product.gradients[0] for product in products]
-    inputs += [own for product in mixed for own in product.gradients]
+    inputs += [gradient for product in mixed for gradient in product.gradients]
     trained = trained_products(kind, num_tokens, stage.tensor)
     weight_s = device.products_s([product.gradients[1] for product in trained], stage.dtype)
     always_s = device.calibration.layer_s
@@ -172,7 +172,7 @@ def _layer(
         backward_s += pass_s.forward + scores_s
     elif stage.checkpointing == "dots":
         backward_s += numbers_s
-    return _Layer(
+    return _LayerSeconds(
         forward_s=max(forward_s, implementation.layer_call_s),
         backward_s=max(backward_s, calls * implementation.layer_call_s),
         weight_s=weight_s,
@@ -222,36 +222,36 @@ def layers_s(
     """
     found = []
     for i in range(len(stage.blocks)):
-        layers = [_layers(model, i, stage, device, implementation) for device in devices]
-        found.append(reduce(np.maximum, [own.forward_s + own.backward_s for own in layers]))
+        layers = [_seconds_by_stage(model, i, stage, device, implementation) for device in devices]
+        found.append(reduce(np.maximum, [layer.forward_s + layer.backward_s for layer in layers]))
     return found
 
 
-def _layers(
+def _seconds_by_stage(
     model: ModelConfig,
     number: int,
     stage: StageShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> _Layers:
+) -> _SecondsByStage:
     """Seconds of a layer of one kind, in the shape of the stage's numbers."""
     like = _LayerShape.of(stage, sequences=0, tensor=0, context=0)
     known = _known_layers(model, number, like, device, implementation)
 
-    def of(cut: tuple[int, int, int]) -> _Layer:
+    def of(cut: tuple[int, int, int]) -> _LayerSeconds:
         if cut not in known:
             sequences, tensor, context = cut
             shape = like._replace(sequences=sequences, tensor=tensor, context=context)
-            known[cut] = _layer(model, number, shape, device, implementation)
+            known[cut] = _layer_seconds(model, number, shape, device, implementation)
         return known[cut]
 
     if not np.ndim(stage.sequences):
         sizes: Any = stage.sequences, stage.tensor, stage.context
-        return _Layers(*of(sizes))
+        return _SecondsByStage(*of(sizes))
     cuts = np.array([stage.sequences, stage.tensor, stage.context])
     found = [of(cut) for cut in map(tuple, cuts.reshape(3, -1).T.tolist())]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
-    return _Layers(forward_s, backward_s, weight_s)
+    return _SecondsByStage(forward_s, backward_s, weight_s)
 
 
 @cached(1_000)
@@ -261,7 +261,7 @@ def _known_layers(
     like: _LayerShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> dict[tuple[int, int, int], _Layer]:
+) -> dict[tuple[int, int, int], _LayerSeconds]:
     """The known seconds of a layer by its sequences, `tensor` and `context`; `_layers` adds to it.
 
     A search asks for the same layers over and over, and hashing a model takes longer than that.
@@ -281,7 +281,7 @@ def _end_s(
     products = layer_products(kind, num_tokens, tensor)
     mixed = mixed_products(kind, model.context_length, num_tokens, tensor)
     inputs = [product.gradients[0] for product in products]
-    inputs += [own for product in mixed for own in product.gradients]
+    inputs += [gradient for product in mixed for gradient in product.gradients]
     trained = trained_products(kind, num_tokens, tensor)
     weights = [product.gradients[1] for product in trained]
     times = (device.products_s(p, stage.dtype) for p in ([*products, *mixed], inputs, weights))
@@ -302,13 +302,13 @@ def _compute_s(
     weight_s: Numbers = 0.0
     for number, count in enumerate(stage.blocks):
         if count:
-            layer = _layers(model, number, stage, device, implementation)
+            layer = _seconds_by_stage(model, number, stage, device, implementation)
             forward_s += count * layer.forward_s
             backward_s += count * layer.backward_s
             weight_s += count * layer.weight_s
     ends = [kind for _, kind in stage.kinds(model) if kind.place != "middle"]
     ends_s = [_end_s(model, kind, stage, device) for kind in ends]
-    head_s = [sum(own[i] for own in ends_s) for i in range(3)]
+    head_s = [sum(end_s[i] for end_s in ends_s) for i in range(3)]
     rows_s, trained_rows_s = (
         device.memory_s(
             sum(
@@ -461,7 +461,7 @@ def stage_times(
     """
     of_kinds = [_compute_s(model, stage, device, implementation) for device in devices]
     forward_s, backward_s, weight_s, update_s = (
-        reduce(np.maximum, own) for own in zip(*of_kinds, strict=True)
+        reduce(np.maximum, seconds_of_kinds) for seconds_of_kinds in zip(*of_kinds, strict=True)
     )
     _, trained = held_parameters(model, stage)
     forward_tensor_s, backward_tensor_s = _tensor_s(model, stage, tensor)

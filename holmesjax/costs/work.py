@@ -92,9 +92,9 @@ def all_reduces(kind: Kind, checkpointing: Checkpointing) -> list[tuple[int, int
     """
     again = checkpointing == "full" and kind.place == "middle"
     return [
-        (own.numbers, own.forward, own.backward + again * own.forward)
-        for own in kind.collectives
-        if own.axis == "tensor"
+        (collective.numbers, collective.forward, collective.backward + again * collective.forward)
+        for collective in kind.collectives
+        if collective.axis == "tensor"
     ]
 
 

@@ -178,7 +178,7 @@ class Batches:
         )
         items = [item for item in found if isinstance(item, Item)]
         if arrays := [item for item in found if not isinstance(item, Item)]:
-            stacked = {name: np.stack([own[name] for own in arrays]) for name in arrays[0]}
+            stacked = {name: np.stack([array[name] for array in arrays]) for name in arrays[0]}
             return ArrayRows(stacked, num_targets)
         return Rows(
             self._stack([item.tokens for item in items], np.int32),

@@ -169,8 +169,8 @@ def _write(config: DataConfig, files: Sequence[CorpusFile], length: int, folder:
 
 def _dialogues(file: CorpusFile) -> Iterator[tuple[str, Dialogue]]:
     """The dialogues of a file, each with its place for messages."""
-    for where, found in text_documents.objects(file.path, file.kind):
-        yield where, _messages(found, where)
+    for where, item in text_documents.objects(file.path, file.kind):
+        yield where, _messages(item, where)
 
 
 def _messages(found: Any, where: str) -> Dialogue:

@@ -22,7 +22,7 @@ def here(data: DataConfig, cluster: str) -> DataConfig:
         for name in ("mixture", "validation")
         if (known := getattr(data, name)) is not None
     }
-    corpus, tokenizer = (_moved(own, begins) for own in (data.corpus, data.tokenizer))
+    corpus, tokenizer = (_moved(path, begins) for path in (data.corpus, data.tokenizer))
     return dataclasses.replace(data, corpus=corpus, tokenizer=tokenizer, paths=None, **entries)
 
 

@@ -50,23 +50,29 @@ def read(config: DataConfig, length: int) -> Splits:
     trained = dict(found)
     digests = {
         split if name == ONLY else f"{split} of {name}": digest
-        for name, own in found.items()
-        for split, digest in own.digests.items()
+        for name, corpus in found.items()
+        for split, digest in corpus.digests.items()
     }
-    sets = {n: own.validation for n, own in found.items() if config.validation_fraction}
+    sets = {n: corpus.validation for n, corpus in found.items() if config.validation_fraction}
     for each in config.validation or ():
         with _naming("validation", each):
             found[each.name] = own = _read(_whole(config, each), length)
             sets[each.name] = _sequences(own)
             digests[f"validation set {each.name}"] = own.digests["train"]
-    files = {f"{name}: {path}": d for name, own in found.items() for path, d in own.files.items()}
+    files = {
+        f"{name}: {path}": d for name, corpus in found.items() for path, d in corpus.files.items()
+    }
     return Splits(
-        train=_train(config, length, {name: _sequences(own) for name, own in trained.items()}),
+        train=_train(
+            config, length, {name: _sequences(corpus) for name, corpus in trained.items()}
+        ),
         validation=next(iter(trained.values())).validation,
-        place=", ".join(f"{name}: {own.place}" for name, own in found.items()),
+        place=", ".join(f"{name}: {corpus.place}" for name, corpus in found.items()),
         digests=digests,
         files=dict(sorted(files.items())),
-        left_out="; ".join(f"{n}: {own.left_out}" for n, own in found.items() if own.left_out),
+        left_out="; ".join(
+            f"{n}: {corpus.left_out}" for n, corpus in found.items() if corpus.left_out
+        ),
         sets=sets,
     )
 

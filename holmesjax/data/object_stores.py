@@ -169,7 +169,9 @@ def version_of(path: Path) -> str:
 def files_below(path: Path) -> list[Path]:
     """All objects of a folder in a store, sorted."""
     store = cast(Any, path).fs
-    return [path_of(store.unstrip_protocol(own)) for own in sorted(store.find(path))]
+    return [
+        path_of(store.unstrip_protocol(object_path)) for object_path in sorted(store.find(path))
+    ]
 
 
 def errors() -> tuple[type[Exception], ...]:

@@ -75,8 +75,14 @@ class Spans:
 
     def __init__(self, ranges: Sequence[DocumentRange]):
         self._ranges = ranges
-        self._documents = [0, *accumulate(own.num_documents for own in ranges)]
-        self._tokens = [0, *accumulate(own.last - own.first for own in ranges)]
+        self._documents = [
+            0,
+            *accumulate(document_range.num_documents for document_range in ranges),
+        ]
+        self._tokens = [
+            0,
+            *accumulate(document_range.last - document_range.first for document_range in ranges),
+        ]
 
     def __len__(self) -> int:
         return self._documents[-1]

@@ -29,8 +29,8 @@ def read(part: FilePart, kind: FileKind, wanted: Wanted) -> Documents:
     """The documents of a part. Raises DataError for what is no text."""
     path = object_stores.path_of(part.path)
     if kind.content in JSON:
-        for where, found in objects(path, kind, part):
-            yield where, _field(found, where, wanted.column)
+        for where, item in objects(path, kind, part):
+            yield where, _field(item, where, wanted.column)
         return
     yield part.path, decoded(whole(path, kind, "--pattern"), part.path)
 
@@ -56,7 +56,7 @@ def objects(path: Path, kind: FileKind, part: FilePart | None = None) -> Iterato
     if kind.content == ARRAY:
         with compressed_files.opened(path, kind.packing) as file:
             found = from_json(file.read(), str(path))
-        yield from ((f"{path}, item {number:,}", own) for number, own in enumerate(found))
+        yield from ((f"{path}, item {number:,}", document) for number, document in enumerate(found))
         return
     if kind.content == OVER_LINES:
         with compressed_files.opened(path, kind.packing) as file:

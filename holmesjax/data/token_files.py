@@ -138,9 +138,9 @@ class TokenFile:
             found = [self.hashes.get(path) or hash_of(path) for path in paths]
         else:
             found = whole_digests(paths)
-        for path, own in zip(paths, found, strict=True):
-            self._compare(path, own)
-            digest.update(f"{own}\n".encode())
+        for path, table in zip(paths, found, strict=True):
+            self._compare(path, table)
+            digest.update(f"{table}\n".encode())
         return digest.hexdigest()
 
     def verify(self, limit: int | None) -> None:

@@ -44,7 +44,7 @@ def find(config: DataConfig) -> list[TokenFile]:
         object_stores.ask(path)
         if path.is_dir():
             _refuse_unfinished(path)
-            names = sorted(own.name for own in path.iterdir() if not own.name.startswith("."))
+            names = sorted(inner.name for inner in path.iterdir() if not inner.name.startswith("."))
             found = [path / name for name in names if name.endswith(ENDINGS)]
             if not found:
                 shown = ", ".join(names[:8]) or "nothing"

@@ -51,7 +51,7 @@ def of_bytes() -> Converted:
     """The tokens of `tokenizer.ByteTokenizer`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = {own: byte for byte, own in enumerate(_letters())}
+    vocab = {letter: byte for byte, letter in enumerate(_letters())}
     del vocab[_letters()[0]]  # which no text holds
     inner: Any = Tokenizer(models.BPE(vocab=vocab | {MARK: BEGIN}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -94,7 +94,9 @@ def _texts(files: Sequence[Path], wanted: Wanted) -> Iterator[str]:
     for path in files:
         try:
             parts = [part for part, _ in document_formats.cut(path, PART_BYTES)]
-            for where, found in (own for p in parts for own in document_formats.read(p, wanted)):
+            for where, found in (
+                read_document for p in parts for read_document in document_formats.read(p, wanted)
+            ):
                 if not isinstance(found, str):
                     problem, fix = "is tokens already", "name a field or column of text by --column"
                     raise DataError(where, problem, found=f"{len(found):,} numbers", fix=fix)

@@ -96,7 +96,7 @@ def tokenize(
         if left_out := corpus.left_out.words:
             warn(f"left out: {left_out}")
         plan = _plan([file.path for file in corpus.files], shard_bytes, warn)
-        paths = {piece.path for own in plan for piece in own}
+        paths = {piece.path for shard_pieces in plan for piece in shard_pieces}
         changed = {
             path: object_stores.version_of(object_stores.path_of(path)) for path in sorted(paths)
         }
@@ -283,8 +283,8 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     said |= {token_files.TOKENIZER_PATH: tokenizer_files.place(shard.tokenizer)}
     said |= {"sha256": token_files.hash_of(temporary[path])}
     said |= {"starts_sha256": token_files.hash_of(temporary[starts])}
-    for final, own in temporary.items():
-        own.replace(final)
+    for final, temporary_path in temporary.items():
+        temporary_path.replace(final)
     write_whole(about, token_files.as_json(said))
     return said
 
@@ -294,27 +294,27 @@ def _documents(shard: Shard, by: FileTokenizer | None) -> Iterator[np.ndarray]:
     num_tokens = ByteTokenizer.num_tokens if by is None else by.num_tokens
     texts: list[str] = []
     size = 0
-    for where, found in _found(shard):
-        is_text = isinstance(found, str)
-        if isinstance(found, str):
-            texts.append(found)
-            size += len(found)
+    for where, document in _found(shard):
+        is_text = isinstance(document, str)
+        if isinstance(document, str):
+            texts.append(document)
+            size += len(document)
         if size >= BATCH_BYTES or not is_text:
             yield from _encoded(texts, by)
             texts, size = [], 0
-        if not isinstance(found, str) and len(found):
-            _refuse_no_token(where, found, num_tokens)
-            yield found
+        if not isinstance(document, str) and len(document):
+            _refuse_no_token(where, document, num_tokens)
+            yield document
     yield from _encoded(texts, by)
 
 
 def _found(shard: Shard) -> Documents:
     for part in shard.pieces:
-        for where, found in document_formats.read(part, shard.wanted):
-            if shard.tokenizer == BYTES and isinstance(found, str) and chr(BEGIN) in found:
+        for where, document in document_formats.read(part, shard.wanted):
+            if shard.tokenizer == BYTES and isinstance(document, str) and chr(BEGIN) in document:
                 fix = "leave it out, or use another tokenizer"
                 raise DataError(where, "holds a zero byte", found="a mark of documents", fix=fix)
-            yield where, found
+            yield where, document
 
 
 def _encoded(texts: Sequence[str], by: FileTokenizer | None) -> list[np.ndarray]:

@@ -178,7 +178,9 @@ def look(config: Config) -> None:
     object_stores.each(lambda file: file.check_blocks(_limit(file, limit)), files, files[0].path)
     num_batches = {TRAIN: 1, HELD_OUT: train.eval_batches if train.eval_every else 0}
     length, batch = config.model.context_length, train.global_batch
-    sizes = [len(FileWindows(own, length, limit)) for own in _cut(files, data.validation_fraction)]
+    sizes = [
+        len(FileWindows(part, length, limit)) for part in _cut(files, data.validation_fraction)
+    ]
     for size, (split, count) in zip(sizes, num_batches.items(), strict=True):
         if size < (needed := count * batch):
             needs = need(count, batch, length, f"{needed:,} sequences")

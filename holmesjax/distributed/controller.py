@@ -79,7 +79,7 @@ class Controller:
       about: what every member's hello must say of plan and versions.
       resume: the step that all members resume; 0: none.
       key: of the job.
-      heartbeat_timeout_s: how long a member may be silent.
+      silence_s: how long a member may be silent.
       is_saving: asked once about each step, when all have voted on it.
       progress: told of all progress.
       allow: names of `computing.facts` in which members may differ.
@@ -94,7 +94,7 @@ class Controller:
         about: Mapping[str, Any],
         resume: int,
         key: bytes,
-        heartbeat_timeout_s: float,
+        silence_s: float,
         is_saving: Callable[[int], bool],
         progress: Progress,
         allow: Collection[str] = (),
@@ -104,7 +104,7 @@ class Controller:
         self._seats = [Seat(process) for process in processes]
         self._num_stages = 1 + max(process.stage for process in processes)
         self._about = {**about, "protocol": PROTOCOL}
-        self._resume, self._timeout_s = resume, heartbeat_timeout_s
+        self._resume, self._timeout_s = resume, silence_s
         self._is_saving, self._progress = is_saving, progress
         self._votes: dict[int, set[int]] = {}  # step -> stages
         self._num_ready = self._num_asked = 0
@@ -116,7 +116,7 @@ class Controller:
         sock = connections.listen(address, port)
         self.address = connections.address_of(sock)
         self._seat_of: dict[LoopConnection, Seat] = {}
-        self._loop = ConnectionLoop(self._hear_connection, self._lose, heartbeat_timeout_s)
+        self._loop = ConnectionLoop(self._hear_connection, self._lose, silence_s)
         self._admission = Admission(
             sock,
             key=key,

@@ -162,7 +162,7 @@ def _file_text(path: Path, error: type[HolmesError]) -> str:
 def _near(path: Path) -> str:
     """Says how to mend a path that leads nowhere: by the file beside it with the nearest name."""
     with contextlib.suppress(OSError):
-        names = [own.name for own in path.parent.iterdir()]
+        names = [neighbour.name for neighbour in path.parent.iterdir()]
         if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.8):
             return f"did you mean {path.with_name(close[0])}?"
     use = "make a run of it: python -m launch import {} --to RUN_DIR"

@@ -212,11 +212,13 @@ class Sampler:
                 known[row].append(int(token_B[row]))
             if any(len(known[row]) in (switched, context + 1) for row in alive):
                 half = max(context // 2, 1)
-                known = [own[-half:] if len(own) > context else own for own in known]
+                known = [
+                    token_L[-half:] if len(token_L) > context else token_L for token_L in known
+                ]
                 caches, logits_BLV = self._filled(known, length)
                 continue
-            last_B1 = np.array([[len(own) - 1] for own in known], np.int32)
-            new_B1 = np.array([[own[-1]] for own in known], np.int32)
+            last_B1 = np.array([[len(token_L) - 1] for token_L in known], np.int32)
+            new_B1 = np.array([[token_L[-1]] for token_L in known], np.int32)
             logits_BLV, caches = self.decoder.extend(caches, new_B1, last_B1)
 
     def _filled(self, known: Sequence[Sequence[int]], length: int) -> tuple[list, jax.Array | None]:
@@ -224,10 +226,10 @@ class Sampler:
         size = bucket(max(map(len, known)), length)
         token_BL = np.zeros((len(known), size), np.int32)
         position_BL = np.full((len(known), size), -1, np.int32)
-        for row, own in enumerate(known):
-            token_BL[row, : len(own)] = own
-            position_BL[row, : len(own)] = np.arange(len(own))
-        wanted_B = np.array([len(own) - 1 for own in known], np.int32)
+        for row, token_L in enumerate(known):
+            token_BL[row, : len(token_L)] = token_L
+            position_BL[row, : len(token_L)] = np.arange(len(token_L))
+        wanted_B = np.array([len(token_L) - 1 for token_L in known], np.int32)
         caches = self.decoder.empty_caches(len(known), length)
         logits_B1V, caches = self.decoder.extend(caches, token_BL, position_BL, wanted_B)
         return caches, logits_B1V

@@ -165,8 +165,10 @@ def _module_digest(module: str) -> str:
     path = Path(file)
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
     digest = hashlib.sha256()
-    for own in files:
-        digest.update(os.path.relpath(own, path.parent).encode() + b"\0" + own.read_bytes())
+    for each_file in files:
+        digest.update(
+            os.path.relpath(each_file, path.parent).encode() + b"\0" + each_file.read_bytes()
+        )
     return digest.hexdigest()[:16]
 
 

@@ -81,14 +81,18 @@ def asked_of(config: Config, *, is_cut: bool) -> dict[str, Any]:
     """
     attention = [kind.attention for kind in kinds(config.model).blocks]
     names = ("head_width", "window", "soft_cap", "scale")
-    layers = [{name: getattr(own, name) for name in names} for own in attention if own is not None]
+    layers = [
+        {name: getattr(layer_attention, name) for name in names}
+        for layer_attention in attention
+        if layer_attention is not None
+    ]
     asked: dict[str, Any] = {
         "attention": config.kernels.attention,
         "dtype": config.train.compute_dtype,
         "has_documents": config.data.documents == "mask",
         "deterministic": config.kernels.deterministic_attention,
         "is_cut": is_cut,
-        "layers": [own for i, own in enumerate(layers) if own not in layers[:i]],
+        "layers": [layer for i, layer in enumerate(layers) if layer not in layers[:i]],
     }
     if config.kernels.optimizer == "pallas":
         asked["moments"] = config.optimizer.moments
@@ -137,8 +141,8 @@ def checks(asked: Mapping[str, Any], gpus: "Sequence[Gpu]") -> list[dict[str, An
         layers.setdefault("pallas", [])
     others = {name: value for name, value in asked.items() if name != "moments"}
     return [
-        {**(asked if kernels == "pallas" else others), "kernels": kernels, "layers": own}
-        for kernels, own in layers.items()
+        {**(asked if kernels == "pallas" else others), "kernels": kernels, "layers": checked}
+        for kernels, checked in layers.items()
     ]
 
 

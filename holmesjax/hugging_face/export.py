@@ -139,7 +139,7 @@ def _write_weights(
         place.tensor: place.shape for layer in its_places.values() for place in layer.values()
     }
     files = shards(shapes, DTYPES[dtype].itemsize, max_bytes)
-    weight_map = {tensor: name for name, own in files.items() for tensor in own}
+    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     stream = _tensors(its_places, layers)
 
     def rows_of(name: str) -> Iterator[np.ndarray]:

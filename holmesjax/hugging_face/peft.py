@@ -64,7 +64,11 @@ def write(
     """
     assert model.lora is not None, "the model has adapters"
     places = adapter_places(model, family)
-    shapes = {PREFIX + place.tensor: place.shape for own in places.values() for place in own}
+    shapes = {
+        PREFIX + place.tensor: place.shape
+        for places_of_layer in places.values()
+        for place in places_of_layer
+    }
     with whole_folder(out) as whole:
         safetensors_file.write(whole / WEIGHTS, "F32", shapes, _rows(places, layers))
         write_json(whole / CONFIG, _config(model, places, family, base))
@@ -88,7 +92,9 @@ def _config(
     numbers = _numbers(lora, places)
     whole = lambda x: int(x) if float(x).is_integer() else x
     unlike = lambda i, of_all: {
-        module: whole(own[i]) for module, own in numbers.items() if own[i] != of_all
+        module: whole(rank_and_scale[i])
+        for module, rank_and_scale in numbers.items()
+        if rank_and_scale[i] != of_all
     }
     return {
         "peft_type": "LORA",
@@ -112,8 +118,8 @@ def _config(
 def _numbers(lora: LoraConfig, places: Mapping[str, list[Place]]) -> dict[str, tuple[int, float]]:
     """The rank and the alpha of each module, by its path."""
     found: dict[str, tuple[int, float]] = {}
-    for layer, own in places.items():
-        for place in own:
+    for layer, places_of_layer in places.items():
+        for place in places_of_layer:
             name = place.parameter.name.partition("_")[0]
             [group] = [group for group in lora.adapters if name in group]
             found[place.tensor.rpartition(".lora_")[0]] = lora.rank_and_alpha(layer, group)
@@ -122,7 +128,11 @@ def _numbers(lora: LoraConfig, places: Mapping[str, list[Place]]) -> dict[str, t
 
 def _target_modules(places: Mapping[str, list[Place]]) -> list[str]:
     """The ends of the modules' paths, sorted: `q_proj`, and `attn.c_proj` where that is not all."""
-    ends = {".".join(place.tensor.split(".")[-4:-2]) for own in places.values() for place in own}
+    ends = {
+        ".".join(place.tensor.split(".")[-4:-2])
+        for places_of_layer in places.values()
+        for place in places_of_layer
+    }
     both = {"attn.c_proj", "mlp.c_proj"}
     return sorted({end if end in both and not both <= ends else end.split(".")[1] for end in ends})
 
@@ -138,7 +148,11 @@ def settings_of(name: str) -> dict[str, Any]:
     _refuse_other_kinds(folder / CONFIG, config)
     modules = _modules(folder)
     targets = [_target(module) for module in modules]
-    odd = [module for module, own in zip(modules, targets, strict=True) if own not in LORA_TARGETS]
+    odd = [
+        module
+        for module, target_of_module in zip(modules, targets, strict=True)
+        if target_of_module not in LORA_TARGETS
+    ]
     if odd:
         raise CheckpointError(
             str(folder / WEIGHTS),
@@ -162,7 +176,7 @@ def settings_of(name: str) -> dict[str, Any]:
         "use_rslora": bool(config.get("use_rslora", False)),
         "targets": sorted(set(targets)),
         "dropout": _dropout(folder, config),
-        "patterns": [{"maps": name, **own} for name, own in unlike.items()] or None,
+        "patterns": [{"maps": name, **pattern} for name, pattern in unlike.items()] or None,
     }
 
 
@@ -283,7 +297,7 @@ def open_adapters(folder: Path, model: ModelConfig) -> Adapters:
     tensors = safetensors_file.read_header(folder / WEIGHTS)
     places = adapter_places(model, family_of(model))
     _refuse_others(folder / WEIGHTS, tensors, places)
-    rows = [((layer, own.parameter.name), own) for layer in places for own in places[layer]]
+    rows = [((layer, place.parameter.name), place) for layer in places for place in places[layer]]
     by_name = dict(rows)
     if len(by_name) < len(rows):
         problem = "make weights share an A, and the folder has an A for each of them"
@@ -303,7 +317,11 @@ def family_of(model: ModelConfig) -> str:
 def _refuse_others(
     path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[Place]]
 ) -> None:
-    wanted = {PREFIX + place.tensor: place.shape for own in places.values() for place in own}
+    wanted = {
+        PREFIX + place.tensor: place.shape
+        for places_of_layer in places.values()
+        for place in places_of_layer
+    }
     problems = [f"{name} missing" for name in wanted if name not in tensors]
     problems += [f"{name} unknown" for name in tensors if name not in wanted]
     for name, tensor in tensors.items():

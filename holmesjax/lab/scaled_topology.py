@@ -246,14 +246,16 @@ def _load(held: Sequence[Sequence[int]], quotas: Sequence[float]) -> float:
     """The load of the fullest core."""
     pairs = list(zip(held, quotas, strict=True))
     return max(
-        sum(quota / len(own) for own, quota in pairs if core in own)
-        for own, _ in pairs
-        for core in own
+        sum(quota / len(held_cores) for held_cores, quota in pairs if core in held_cores)
+        for held_cores, _ in pairs
+        for core in held_cores
     )
 
 
 def _shares(quotas: Sequence[float], held: Sequence[Sequence[int]]) -> list[Share]:
-    return [Share(quota=q, cores=tuple(own)) for q, own in zip(quotas, held, strict=True)]
+    return [
+        Share(quota=q, cores=tuple(held_cores)) for q, held_cores in zip(quotas, held, strict=True)
+    ]
 
 
 # ---- the lab ---------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def in_fp8(kind: Kind, model: ModelConfig) -> Kind:
         raise ConfigError("model.pattern", problem, found=kind.name, fix=fix)
     excluded = "down" if model.fp8.exclude_down else ""
     products = tuple(
-        own if INPUTS[own.weights[-1]] == excluded else replace(own, dtype=FP8)
-        for own in kind.products
+        product if INPUTS[product.weights[-1]] == excluded else replace(product, dtype=FP8)
+        for product in kind.products
     )
     kind = replace(kind, products=products)
     inputs = weights_by_input(kind)

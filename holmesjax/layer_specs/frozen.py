@@ -22,7 +22,11 @@ def freeze(kinds: Mapping[str, Kind], patterns: Sequence[str]) -> dict[str, Kind
     Raises:
       ConfigError: a pattern matches no parameter, or nothing trains any more.
     """
-    names = [f"{layer}/{own.name}" for layer, kind in kinds.items() for own in kind.parameters]
+    names = [
+        f"{layer}/{parameter.name}"
+        for layer, kind in kinds.items()
+        for parameter in kind.parameters
+    ]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             problem = "matches no parameter: a pattern is for the whole of a name"
@@ -31,7 +35,7 @@ def freeze(kinds: Mapping[str, Kind], patterns: Sequence[str]) -> dict[str, Kind
     frozen = {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
     made: dict[Kind, Kind] = {}
     found = {layer: _with_frozen(layer, kind, frozen) for layer, kind in kinds.items()}
-    if not any(own.trains for kind in found.values() for own in kind.parameters):
+    if not any(parameter.trains for kind in found.values() for parameter in kind.parameters):
         fix = "leave patterns out, until something is left to train"
         raise ConfigError("model.frozen", "freezes all parameters", found=list(patterns), fix=fix)
     return {layer: made.setdefault(kind, kind) for layer, kind in found.items()}
@@ -39,13 +43,13 @@ def freeze(kinds: Mapping[str, Kind], patterns: Sequence[str]) -> dict[str, Kind
 
 def _with_frozen(layer: str, kind: Kind, frozen: set[str]) -> Kind:
     parameters = tuple(
-        replace(own, trains=False) if f"{layer}/{own.name}" in frozen else own
-        for own in kind.parameters
+        replace(parameter, trains=False) if f"{layer}/{parameter.name}" in frozen else parameter
+        for parameter in kind.parameters
     )
-    sizes = {own.name: own.size() for own in parameters}
-    trained = {own.name for own in parameters if own.trains}
+    sizes = {parameter.name: parameter.size() for parameter in parameters}
+    trained = {parameter.name for parameter in parameters if parameter.trains}
     trained |= {path for path in kind.borrows if path not in frozen}
-    products = tuple(part for own in kind.products for part in _parts(own, trained, sizes))
+    products = tuple(part for product in kind.products for part in _parts(product, trained, sizes))
     return replace(kind, parameters=parameters, products=products)
 
 

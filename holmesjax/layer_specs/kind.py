@@ -250,5 +250,5 @@ class Kind:
         """The share of the tokens that each weight of a product meets."""
         if not product.weight:
             return 1.0
-        [weight] = [own for own in self.parameters if own.name == product.weight]
+        [weight] = [parameter for parameter in self.parameters if parameter.name == product.weight]
         return weight.active_share

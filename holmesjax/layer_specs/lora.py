@@ -47,9 +47,9 @@ def _refuse_unmatched(kinds: Mapping[str, Kind], model: ModelConfig) -> None:
     weights = [(layer, {name for name, _ in kind.scales}) for layer, kind in kinds.items()]
     adapters = [
         (layer, group)
-        for layer, own in weights
+        for layer, weight in weights
         for group in model.lora.adapters
-        if own.intersection(group)
+        if weight.intersection(group)
     ]
     for i, pattern in enumerate(model.lora.patterns or ()):
         if not any(pattern.matches(layer, group) for layer, group in adapters):
@@ -65,8 +65,8 @@ def _adapted(layer: str, kind: Kind, model: ModelConfig) -> Kind:
     assert model.lora is not None, "the model has adapters"
     kind = replace(
         kind,
-        parameters=tuple(replace(own, trains=False) for own in kind.parameters),
-        products=tuple(replace(own, trains=False) for own in kind.products),
+        parameters=tuple(replace(parameter, trains=False) for parameter in kind.parameters),
+        products=tuple(replace(product, trains=False) for product in kind.products),
     )
     if kind.place != "middle":
         return kind
@@ -74,13 +74,17 @@ def _adapted(layer: str, kind: Kind, model: ModelConfig) -> Kind:
         problem = "must have only blocks with model.lora: other layers take no adapters"
         fix = "use block or window_block, or leave model.lora out"
         raise ConfigError("model.pattern", problem, found=kind.name, fix=fix)
-    parameters = {own.name.partition("_")[0]: own for own in kind.parameters if own.decays}
+    parameters = {
+        parameter.name.partition("_")[0]: parameter
+        for parameter in kind.parameters
+        if parameter.decays
+    }
     for group in model.lora.adapters:
         if weights := [parameters[name] for name in group if name in parameters]:
             # Without a norm behind the feed-forward, nothing in a backward reads its result.
             is_read = group != ("down",) or model.norms != "before"
             rank, scale = model.lora.rank_and_scale(layer, group)
-            scales = [(own.name.partition("_")[0], scale) for own in weights]
+            scales = [(weight.name.partition("_")[0], scale) for weight in weights]
             kind = replace(kind, scales=(*kind.scales, *scales))
             kind = _with_adapter(kind, weights, rank, is_read)
             if model.lora.dropout:
@@ -91,15 +95,19 @@ def _adapted(layer: str, kind: Kind, model: ModelConfig) -> Kind:
 def adapters(kind: Kind) -> Iterator[tuple[Parameter, Parameter, Parameter]]:
     """Each weight that has an adapter, with its A and its B."""
     is_map = lambda own: own.decays and not own.trains
-    weights = {own.name.partition("_")[0]: own for own in kind.parameters if is_map(own)}
+    weights = {
+        parameter.name.partition("_")[0]: parameter
+        for parameter in kind.parameters
+        if is_map(parameter)
+    }
     a: Parameter | None = None
-    for own in kind.parameters:
-        name, _, part = own.name.partition("_lora/")
+    for parameter in kind.parameters:
+        name, _, part = parameter.name.partition("_lora/")
         if part.startswith("a_"):
-            a = own
+            a = parameter
         elif part:
             assert a is not None, f"{name} has no A"
-            yield weights[name], a, own
+            yield weights[name], a, parameter
 
 
 def merged(kind: Kind, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -111,7 +119,9 @@ def merged(kind: Kind, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     """
     scales = dict(kind.scales)
     wide = lambda own: np.asarray(values[own.name], np.float32)
-    found = {own.name: wide(own) for own in kind.parameters if not own.trains}
+    found = {
+        parameter.name: wide(parameter) for parameter in kind.parameters if not parameter.trains
+    }
     for weight, a, b in adapters(kind):
         delta = np.tensordot(wide(a), wide(b), 1)
         scale = np.float32(scales[weight.name.partition("_")[0]])

@@ -150,7 +150,7 @@ def _block_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
     def norms(place: str, *names: str) -> list[Parameter]:
         has = model.norms in (place, "both")
-        return [own for name in names if has for own in _norm(model, name)]
+        return [parameter for name in names if has for parameter in _norm(model, name)]
 
     qk_norms: dict[str, dict[str, tuple[int, ...]]] = {
         "none": {},

@@ -102,7 +102,7 @@ def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
     try:
         end_within(LAST_WORDS_S, status)
         # A stream with a queue has `drain`: its `flush` waits for nobody.
-        flushes = [getattr(own, "drain", own.flush) for own in (sys.stdout, sys.stderr)]
+        flushes = [getattr(stream, "drain", stream.flush) for stream in (sys.stdout, sys.stderr)]
         for say in (*last_words, *flushes):
             with contextlib.suppress(Exception):  # a full disk, a closed pipe
                 say()

@@ -26,8 +26,8 @@ def roots(jaxpr: Jaxpr, of_inputs: Sequence[Roots]) -> list[Roots]:
 def called(equation: Any) -> Jaxpr | None:
     """The function that an equation calls once, if it does nothing else."""
     found = [equation.params.get(name) for name in ("jaxpr", "call_jaxpr")]
-    for own in found:
-        if own is not None and equation.primitive.name not in ("scan", "while", "cond"):
-            body: Jaxpr = getattr(own, "jaxpr", own)
+    for inner in found:
+        if inner is not None and equation.primitive.name not in ("scan", "while", "cond"):
+            body: Jaxpr = getattr(inner, "jaxpr", inner)
             return body if len(body.outvars) == len(equation.outvars) else None
     return None

@@ -40,9 +40,11 @@ def without_weights(run: Callable[..., Any]) -> Callable[..., Any]:
         num_outs, leaves = len(jax.tree.leaves(shape)), jax.tree.leaves((params, *inputs))
         num_weights, count = len(jax.tree.leaves(params)), len(leaves)
         of = roots(closed.jaxpr, [frozenset([i]) for i in range(count)])[num_outs:]
-        again = [all(number < num_weights for number in own) for own in of]
+        again = [
+            all(number < num_weights for number in argument_numbers) for argument_numbers in of
+        ]
         found = jaxpr_as_fun(closed)(*leaves)
-        kept = [x for x, own in zip(found[num_outs:], again, strict=True) if not own]
+        kept = [x for x, is_again in zip(found[num_outs:], again, strict=True) if not is_again]
         make = _only(closed, [False] * num_outs + again)
         pull = Partial(_Pull(make, structures[-1], tuple(again)), *kept)
         return jax.tree.unflatten(jax.tree.structure(shape), found[:num_outs]), (params, pull)
@@ -60,7 +62,7 @@ def _only(closed: ClosedJaxpr, wanted: list[bool]) -> Callable[..., list[jax.Arr
     """The function that computes some outputs of a program, of the inputs that they need."""
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-    return lambda leaves: run(*(x for x, own in zip(leaves, used, strict=False) if own))
+    return lambda leaves: run(*(x for x, is_used in zip(leaves, used, strict=False) if is_used))
 
 
 class _Pull:
@@ -72,6 +74,6 @@ class _Pull:
     def __call__(self, *args: Any) -> tuple:
         *kept, params, dy = args
         made, held = iter(self._make(jax.tree.leaves(params))), iter(kept)
-        leaves = [next(made) if own else next(held) for own in self._again]
+        leaves = [next(made) if is_weight else next(held) for is_weight in self._again]
         gradients: tuple = jax.tree.unflatten(self._structure, leaves)(dy)
         return gradients

@@ -163,19 +163,19 @@ def split_trained(tree: Params) -> tuple[Params, Params]:
     >>> list(trained["head"]), list(frozen["head"])
     (['norm'], ['b_D'])
     """
-    trained = {layer: _with(own, trains=True) for layer, own in tree.items()}
-    frozen = {layer: _with(own, trains=False) for layer, own in tree.items()}
-    return trained, {layer: own for layer, own in frozen.items() if own}
+    trained = {layer: _with(part, trains=True) for layer, part in tree.items()}
+    frozen = {layer: _with(part, trains=False) for layer, part in tree.items()}
+    return trained, {layer: part for layer, part in frozen.items() if part}
 
 
 def _with(tree: Params, *, trains: bool) -> Params:
     """Returns the parameters of a nested dict that train, or that do not train."""
     found = {}
-    for name, own in tree.items():
-        if isinstance(own, Parameter):
-            if own.trains == trains:
-                found[name] = own
-        elif inner := _with(own, trains=trains):
+    for name, part in tree.items():
+        if isinstance(part, Parameter):
+            if part.trains == trains:
+                found[name] = part
+        elif inner := _with(part, trains=trains):
             found[name] = inner
     return found
 
@@ -193,16 +193,16 @@ def named_as(like: Params, arrays: Params) -> Params:
     {'norm': {'scale': 1}}
     """
     return {
-        name: named_as(own, arrays[name]) if isinstance(own, dict) else arrays[name]
-        for name, own in like.items()
+        name: named_as(part, arrays[name]) if isinstance(part, dict) else arrays[name]
+        for name, part in like.items()
     }
 
 
 def merged(trained: Params, frozen: Params) -> Params:
     """The opposite of `split_trained`, of the arrays of one layer."""
     whole = dict(trained)
-    for name, own in frozen.items():
-        whole[name] = merged(whole.get(name, {}), own) if isinstance(own, dict) else own
+    for name, part in frozen.items():
+        whole[name] = merged(whole.get(name, {}), part) if isinstance(part, dict) else part
     return whole
 
 

@@ -114,7 +114,7 @@ class _Counts:
         if name == "cond":
             return self.walk(params["branches"][0].jaxpr, ins[1:], times)
         outs = [_value(var.aval) for var in equation.outvars]
-        weights = [own.weights for own in ins if own.weights is not None]
+        weights = [value.weights for value in ins if value.weights is not None]
         if len(weights) == len(ins):
             for out in outs:
                 out.weights = frozenset().union(*weights)
@@ -130,9 +130,9 @@ class _Counts:
         return outs
 
     def _note_uses(self, name: str, ins: list[_Value]) -> None:
-        for number, own in enumerate(ins):
+        for number, value in enumerate(ins):
             is_rows = name == "gather" and number == 0
-            for parameter in own.weights or ():
+            for parameter in value.weights or ():
                 self.uses.setdefault(parameter, set()).add("rows" if is_rows else "numbers")
 
     def _scan(
@@ -140,16 +140,16 @@ class _Counts:
     ) -> list[_Value]:
         body, length = params["jaxpr"].jaxpr, params["length"]
         inner = []
-        for own, var in zip(ins, body.invars, strict=True):
+        for value, var in zip(ins, body.invars, strict=True):
             part = _value(var.aval)
-            if part.shape == own.shape:  # a constant, or carried: each turn has all of it
-                part = own
+            if part.shape == value.shape:  # a constant, or carried: each turn has all of it
+                part = value
             else:
-                part.weights, part.cuts, part.is_cut = own.weights, own.cuts[1:], own.is_cut
+                part.weights, part.cuts, part.is_cut = value.weights, value.cuts[1:], value.is_cut
             inner.append(part)
         found = self.walk(body, inner, times * length)
-        for out, own in zip(outs, found, strict=True):
-            out.is_cut, out.weights = own.is_cut, own.weights
+        for out, value in zip(outs, found, strict=True):
+            out.is_cut, out.weights = value.is_cut, value.weights
             out.cuts = (False,) * len(out.shape)
         return outs
 
@@ -162,8 +162,8 @@ class _Counts:
         size = lambda own, dims: math.prod(own.shape[i] for i in dims)
         left, right = ins
         free = [
-            [i for i in range(len(own.shape)) if i not in (*c, *b)]
-            for own, c, b in zip(ins, contracted, batched, strict=True)
+            [i for i in range(len(value.shape)) if i not in (*c, *b)]
+            for value, c, b in zip(ins, contracted, batched, strict=True)
         ]
         depth, batch = size(left, contracted[0]), size(left, batched[0])
         if left.weights is not None or right.weights is not None:
@@ -235,8 +235,8 @@ class _Counts:
     def _write(self, value: _Value, times: int) -> None:
         """Puts an array into memory, if it is not there, and reads what it is made of."""
         if value.made_of:
-            for own in value.made_of:
-                self._move(own, times)
+            for source in value.made_of:
+                self._move(source, times)
             self._move(value, times)
             value.made_of = frozenset()
 
@@ -324,7 +324,7 @@ def trace(
     found = {policy: walk(_with_residuals(run, policy)) for policy in ("none", *POLICIES)}
     held = {policy: _held(values, shapes) for policy, (_, values, shapes) in found.items()}
     of_weights = frozenset().union(
-        *(own.weights for own in _residuals(*found["none"][1:]) if own.weights)
+        *(residual.weights for residual in _residuals(*found["none"][1:]) if residual.weights)
     )
     kept = {policy: [per_token(n) for n in numbers] for policy, numbers in held.items()}
     less = lambda a, b: PerToken(*(x - y for x, y in zip(kept[a], kept[b], strict=True)))
@@ -342,12 +342,12 @@ def trace(
     return Traced(
         uses=tuple(_use(forward.uses.get(i, set()), i in of_weights) for i in range(len(weights))),
         products=tuple(
-            WeightProduct(own.depth, own.columns, own.cut, own.rows, times)
-            for own, times in forward.products.items()
+            WeightProduct(product.depth, product.columns, product.cut, product.rows, times)
+            for product, times in forward.products.items()
         ),
         mixes=tuple(
-            ActivationProduct(own.rows, own.columns, own.depth, times // num_sequences, own.is_cut)
-            for own, times in forward.mixes.items()
+            ActivationProduct(mix.rows, mix.columns, mix.depth, times // num_sequences, mix.is_cut)
+            for mix, times in forward.mixes.items()
         ),
         moved=moved,
         kept=stated,
@@ -376,7 +376,9 @@ def _with_residuals(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
 def _pullback(run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[..., Any]]:
     """`jax.vjp` with respect to the parameters and to what has gradients besides."""
     is_smooth = [all(_is_float(leaf) for leaf in jax.tree.leaves(arg)) for arg in args]
-    smooth = [arg for arg, own in zip(args, is_smooth, strict=True) if own]
+    smooth = [
+        arg for arg, is_differentiable in zip(args, is_smooth, strict=True) if is_differentiable
+    ]
 
     def function(*own: Any) -> Any:
         rest = iter(own)
@@ -399,9 +401,9 @@ def _residuals(values: list[_Value], shapes: Any) -> list[_Value]:
 def _held(values: list[_Value], shapes: Any) -> list[float]:
     """Numbers of the residuals that are not made of parameters: whole, and cut over `tensor`."""
     found = [0.0, 0.0]
-    for own in _residuals(values, shapes):
-        if own.weights is None:
-            found[own.is_cut] += own.numbers
+    for residual in _residuals(values, shapes):
+        if residual.weights is None:
+            found[residual.is_cut] += residual.numbers
     return found
 
 

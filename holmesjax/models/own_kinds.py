@@ -50,7 +50,9 @@ def kinds_by_layer(model: ModelConfig) -> dict[str, Kind]:
 @cached(256)
 def _layer_of(model: ModelConfig, kind: Kind) -> Layer:
     """The layer of a kind, the first of those that share it."""
-    name = next(name for name, own in kinds_by_layer(model).items() if own.name == kind.name)
+    name = next(
+        name for name, layer_kind in kinds_by_layer(model).items() if layer_kind.name == kind.name
+    )
     return layers_of(model)[name]
 
 
@@ -75,11 +77,11 @@ def _kind(
     where, is_last = f"{name} ({label})", name == HEAD
     is_middle = boundary is not None and not is_last
     reads = _reads(model, name, layer, where)
-    arrays = [jax.ShapeDtypeStruct((SEQUENCES, *own.shape), own.dtype) for own in reads]
+    arrays = [jax.ShapeDtypeStruct((SEQUENCES, *array.shape), array.dtype) for array in reads]
     inputs = [*([] if boundary is None else [boundary]), *arrays]
     of_apply = _inputs_of_apply(layer, inputs, len(reads))
     params, parameters = _parameters(where, layer, of_apply, is_first=boundary is None)
-    statements = {own.path: own for own in parameters}
+    statements = {parameter.path: parameter for parameter in parameters}
     borrows = (TABLE,) if is_last and model.tied_embeddings else ()
     if borrows:
         assert first is not None, "a model begins with another layer than its last"
@@ -111,8 +113,10 @@ def _kind(
         name=label,
         function=f"{__name__}:apply",
         parameters=tuple(
-            dataclasses.replace(own, use=uses[own.path], matrix=int(is_middle and _is_matrix(own)))
-            for own in parameters
+            dataclasses.replace(
+                parameter, use=uses[parameter.path], matrix=int(is_middle and _is_matrix(parameter))
+            )
+            for parameter in parameters
         ),
         borrows=borrows,
         place="first" if boundary is None else "last" if is_last else "middle",
@@ -151,9 +155,11 @@ def _random_shapes() -> list[jax.ShapeDtypeStruct]:
 def _table(model: ModelConfig, first: Kind) -> Parameter:
     """The parameter of the first layer that a tied last layer reads, too."""
     name = TABLE.rpartition("/")[2]
-    found = [own for own in first.parameters if own.name == name]
+    found = [parameter for parameter in first.parameters if parameter.name == name]
     if not found or len(found[0].shape) != 2:
-        names = ", ".join(f"{own.name} {list(own.shape)}" for own in first.parameters)
+        names = ", ".join(
+            f"{parameter.name} {list(parameter.shape)}" for parameter in first.parameters
+        )
         raise ConfigError(
             "model.tied_embeddings",
             f"ties the last layer to {name} of the first, a matrix that {model.module} lacks",
@@ -181,7 +187,9 @@ def _refuse_unread_table(
 def _checked_boundary(
     model: ModelConfig, where: str, out: Any, boundary: jax.ShapeDtypeStruct | None
 ) -> jax.ShapeDtypeStruct:
-    shown = ", ".join(str(getattr(own, "shape", own)) for own in jax.tree.leaves(out)) or "nothing"
+    shown = (
+        ", ".join(str(getattr(leaf, "shape", leaf)) for leaf in jax.tree.leaves(out)) or "nothing"
+    )
     if not isinstance(out, jax.ShapeDtypeStruct) or not out.shape or out.shape[0] != SEQUENCES:
         raise wrong_model(
             f"must give one array with a first dim for sequences in layer {where}",
@@ -219,7 +227,7 @@ def _parameters(
         params = jax.eval_shape(layer.init, key, *inputs)
     named = layer.named_axes(*inputs) if layer.named_axes else {}
     found = []
-    for path, own in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = _keys(path)
         if not path or len(keys) < len(path):
             raise wrong_model(
@@ -231,19 +239,19 @@ def _parameters(
         if name.count("/") >= len(keys):
             fix = "write dicts in dicts in its place"
             raise wrong_model(f"has a slash in the name of a parameter in layer {where}", name, fix)
-        if not jnp.issubdtype(own.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise wrong_model(
                 f"has a parameter that cannot train in layer {where}",
-                f"{name} of {own.dtype}",
+                f"{name} of {leaf.dtype}",
                 "make it in apply, or give floating-point numbers",
             )
         found.append(
             Parameter(
                 name=name,
-                shape=own.shape,
+                shape=leaf.shape,
                 initial=Drawn(),
-                dims=_dims(where, layer, name, own.shape, named),
-                decays=len(own.shape) > 1 and not is_first and keys[-1] != "bias",
+                dims=_dims(where, layer, name, leaf.shape, named),
+                decays=len(leaf.shape) > 1 and not is_first and keys[-1] != "bias",
             )
         )
     return params, tuple(found)
@@ -263,19 +271,22 @@ def _dims(
     named: Mapping[str, tuple[str | None, ...]],
 ) -> str:
     """A letter for each dim: by a rule, by the module's own names, or by the parameter's name."""
-    axes = next((own for pattern, own in layer.axes if re.search(pattern, name)), named.get(name))
+    axes = next(
+        (axes_of_pattern for pattern, axes_of_pattern in layer.axes if re.search(pattern, name)),
+        named.get(name),
+    )
     suffix = name.rpartition("_")[2]
     if axes is None:
         is_stated = suffix.isalpha() and suffix.isupper() and len(suffix) == len(shape)
         return suffix if is_stated else WHOLE * len(shape)
-    known = [own for own in axes if own is not None]
+    known = [axis for axis in axes if axis is not None]
     if len(axes) != len(shape) or len(set(known)) < len(known) or not set(axes) <= set(LETTERS):
         raise wrong_model(
             f"has axes that do not fit its parameter {name} in layer {where}",
             f"{tuple(axes)} for the shape {shape}",
             'give "tensor", "fsdp" or None for each dim, each axis once',
         )
-    return "".join(LETTERS[own] for own in axes)
+    return "".join(LETTERS[axis] for axis in axes)
 
 
 def _inputs_of_apply(layer: Layer, inputs: Sequence[Any], num_reads: int) -> list[Any]:
@@ -347,7 +358,7 @@ def apply(params: Params, x: jax.Array | None, context: Context) -> tuple[jax.Ar
     layer = _layer_of(context.model, kind)
     num_targets = len(kind.reads) if kind.place == "last" else None
     run = _computing(layer, context.kernels.dtype, num_targets)
-    inputs = [*([] if x is None else [x]), *(context.batch[own.name] for own in kind.reads)]
+    inputs = [*([] if x is None else [x]), *(context.batch[array.name] for array in kind.reads)]
     if layer.draws:
         assert context.key_Bk is not None, f"{kind.name} states that it draws"
         assert context.trains is not None, "a kind that draws knows whether it trains"

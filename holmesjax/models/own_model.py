@@ -148,7 +148,7 @@ def reads_of(reads: Reads) -> tuple[BatchArray, ...] | None:
 
 def axes_of(axes: Axes) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
     """`Layer.axes` of a mapping from regular expressions to mesh axes."""
-    return tuple((pattern, tuple(own)) for pattern, own in axes.items())
+    return tuple((pattern, tuple(axes_of_pattern)) for pattern, axes_of_pattern in axes.items())
 
 
 def next_token_losses(logits_BLV: jax.Array, target_BL: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def layers_of(model: ModelConfig) -> dict[str, Layer]:
             "write it as def my_model(settings), where settings has num_layers, width and the rest",
         ) from error
     layers = list(found) if isinstance(found, Iterable) else []
-    wrong = [type(own).__name__ for own in layers if not isinstance(own, Layer)]
+    wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, Layer)]
     if wrong or not isinstance(found, Iterable):
         raise wrong_model(
             "must give a list of layers",

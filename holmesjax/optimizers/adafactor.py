@@ -66,7 +66,9 @@ def _squares(gradient: jax.Array, old: jax.Array | Factored, keep: jax.Array) ->
     dims = factored_dims(gradient.shape)
     assert dims is not None
     pairs = zip(old, dims, strict=True)
-    return Factored._make(mean(own, jnp.mean(square, axis=dim)) for own, dim in pairs)
+    return Factored._make(
+        mean(square_mean, jnp.mean(square, axis=dim)) for square_mean, dim in pairs
+    )
 
 
 def _direction(gradient: jax.Array, squares: jax.Array | Factored) -> jax.Array:

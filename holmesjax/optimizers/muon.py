@@ -89,7 +89,9 @@ def orthogonalized(
         return list(run_all(stacked))
     spec = sharding.master_spec(parameter.dims, parameter.shape, mesh.shape)
     axes_of_dims = sharding.spec_axes(spec, len(parameter.shape))
-    axes = tuple(axis for own in axes_of_dims for axis in own if mesh.shape[axis] > 1)
+    axes = tuple(
+        axis for axes_of_dim in axes_of_dims for axis in axes_of_dim if mesh.shape[axis] > 1
+    )
     if not axes:
         return list(run_all(stacked))
     sizes = tuple(mesh.shape[axis] for axis in axes)
@@ -101,8 +103,8 @@ def orthogonalized(
     # The parts of a matrix as they come: [axes of the mesh, matrices, dims]; and each axis of the
     # mesh right before the dim that it cuts.
     num_dims, order = len(sizes) + 1 + len(parameter.shape), [len(sizes)]
-    for dim, own in enumerate(axes_of_dims):
-        order += [axes.index(axis) for axis in own if axis in axes]
+    for dim, axes_of_dim in enumerate(axes_of_dims):
+        order += [axes.index(axis) for axis in axes_of_dim if axis in axes]
         order.append(len(sizes) + 1 + dim)
     assert sorted(order) == list(range(num_dims)), f"{order} is no order of {num_dims} dims"
 
@@ -149,7 +151,9 @@ class Muon:
             }
             return {name: x for name, x in found.items() if not isinstance(x, dict) or x}
 
-        return {layer: of_node(own, self.statements[layer]) for layer, own in tree.items()}
+        return {
+            layer: of_node(matrices, self.statements[layer]) for layer, matrices in tree.items()
+        }
 
     def shardings(self, params: Tree, mesh: Mesh) -> MuonState:
         def of_master(path: tuple, _: jax.ShapeDtypeStruct) -> NamedSharding:

@@ -23,15 +23,15 @@ def tasks(plan: Plan) -> list[Record]:
     ]
     seconds = [stage.task_seconds for stage in plan.stages if stage.task_seconds is not None]
     finish_s = [simulation.finish_s(stage) for stage in range(len(seconds))]
-    reduced_s = [end_s + own.reduce_s for end_s, own in zip(finish_s, seconds, strict=True)]
-    for stage, own in enumerate(seconds):
-        if own.gather_s > 0:
-            records.append(_record(stage, "G", None, 0.0, own.gather_s))
-        if own.reduce_s > 0:
+    reduced_s = [end_s + second.reduce_s for end_s, second in zip(finish_s, seconds, strict=True)]
+    for stage, second in enumerate(seconds):
+        if second.gather_s > 0:
+            records.append(_record(stage, "G", None, 0.0, second.gather_s))
+        if second.reduce_s > 0:
             records.append(_record(stage, "R", None, finish_s[stage], reduced_s[stage]))
     start_s = max(reduced_s)
-    for stage, own in enumerate(seconds):
-        records.append(_record(stage, "U", None, start_s, start_s + own.update_s))
+    for stage, second in enumerate(seconds):
+        records.append(_record(stage, "U", None, start_s, start_s + second.update_s))
     return records
 
 

@@ -276,7 +276,7 @@ def _refuse_missing_seconds(plan: Plan, where: str) -> None:
             continue
         chunks = seconds.forward_s, seconds.backward_s, seconds.weight_s
         goes_on = i < len(plan.stages) - (plan.num_chunks == 1)
-        if {len(own) for own in chunks} != {plan.num_chunks} or len(seconds.transfer_s) != (
+        if {len(chunk) for chunk in chunks} != {plan.num_chunks} or len(seconds.transfer_s) != (
             2 * goes_on
         ):
             problem = f"stages.{i}.task_seconds must have a number for each chunk, and both ways"

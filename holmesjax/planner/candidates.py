@@ -138,14 +138,18 @@ class ScheduleKind(NamedTuple):
         is_split, blocks = self.splits_backward, add(chunks)
         whole = problem.seconds(slot, settings, role, blocks, is_split)
         times = [
-            problem.seconds(slot, settings, own_role, own, is_split)
-            for own_role, own in zip(chunk_roles(role, self.chunks), chunks, strict=True)
+            problem.seconds(slot, settings, own_role, chunk, is_split)
+            for own_role, chunk in zip(chunk_roles(role, self.chunks), chunks, strict=True)
         ]
         return Work(
             microbatch=problem.microbatch_s(slot, settings, role, blocks),
-            tasks=sum(own.forward + own.backward for own in times),
-            weight=sum(own.weight for own in times) if is_split else 0.0,
-            last_weight=min(own.weight for own in times) if is_split else 0.0,
+            tasks=sum(
+                seconds_of_chunk.forward + seconds_of_chunk.backward for seconds_of_chunk in times
+            ),
+            weight=sum(seconds_of_chunk.weight for seconds_of_chunk in times) if is_split else 0.0,
+            last_weight=min(seconds_of_chunk.weight for seconds_of_chunk in times)
+            if is_split
+            else 0.0,
             first_forward=times[0].forward,
             first_backward=times[0].backward,
             gather=whole.gather,

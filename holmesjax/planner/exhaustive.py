@@ -152,8 +152,8 @@ class ExhaustiveSearch:
             for offer in offers
         }
         best_of = {
-            pool: max((each * count for _, each, count in own), default=0)
-            for pool, own in ways.items()
+            pool: max((each * count for _, each, count in ways_of_pool), default=0)
+            for pool, ways_of_pool in ways.items()
         }
 
         def longer(
@@ -211,7 +211,7 @@ class ExhaustiveSearch:
             return
         assignment = Assignment(segments, ())
         ways_s = [*transfer_times(problem, assignment, settings, chunks=1), (0.0, 0.0)]
-        trials, works = self._trials, [own.works for own in placed]
+        trials, works = self._trials, [place.works for place in placed]
 
         def shares(stage: int, start: int, around: Around) -> Iterator[tuple[int, ...]]:
             if stage > last:
@@ -273,18 +273,18 @@ class ExhaustiveSearch:
         key = segment, settings, order, first, behind, self._trials.best_s
         if key not in self._begins:
             placed = self._placed_of(segment, settings, kind, order, first)
-            holds = [functools.partial(self._most, own) for own in placed]
+            holds = [functools.partial(self._most, place) for place in placed]
             self._begins[key] = self._earliest(holds, behind)
         return self._begins[key]
 
     def _earliest(self, holds: Sequence[Holds], behind: int) -> list[int]:
         """The first layer of each of some stages at the earliest, if `behind` begins the next."""
         begins = []
-        for own in reversed(holds):
+        for hold in reversed(holds):
             if self._is_equal:
-                behind -= own(0)
+                behind -= hold(0)
             else:
-                reaches = lambda start, own=own, stop=behind: start + own(start) >= stop
+                reaches = lambda start, hold=hold, stop=behind: start + hold(start) >= stop
                 behind = bisect.bisect_left(range(behind), True, key=reaches)
             begins.append(behind)
         return begins[::-1]
@@ -363,8 +363,8 @@ class ExhaustiveSearch:
                 for place in range(first, first + len(stages))
             ]
             self._placed[key] = [
-                _Placed(own, held, self._works.setdefault(own, {}), {})
-                for own, held in zip(stages, in_flight, strict=True)
+                _Placed(stage, held, self._works.setdefault(stage, {}), {})
+                for stage, held in zip(stages, in_flight, strict=True)
             ]
         return self._placed[key]
 

@@ -81,14 +81,14 @@ class LayerRanges:
             for kind in kinds(self._model).blocks
         ]
         least = max(1.0, min(flop))
-        found = [max(1, round(LOADS * own / least)) for own in flop]
-        return tuple(own // math.gcd(*found) for own in found)
+        found = [max(1, round(LOADS * flop_of_kind / least)) for flop_of_kind in flop]
+        return tuple(load // math.gcd(*found) for load in found)
 
     @cached_property
     def load(self) -> int:
         """The load of all layers; their number if they are of one kind."""
         pairs = zip(block_counts(self._model), self.loads, strict=True)
-        return sum(count * own for count, own in pairs)
+        return sum(count * count_of_kind for count, count_of_kind in pairs)
 
     @cached_property
     def proportions(self) -> Counts:
@@ -98,7 +98,7 @@ class LayerRanges:
 
     def unit(self, kind: int, number: int = 1) -> Counts:
         """The counts of so many layers of one kind."""
-        return tuple(number * (kind == own) for own in range(self.num_kinds))
+        return tuple(number * (kind == number_of_kind) for number_of_kind in range(self.num_kinds))
 
 
 def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:

@@ -47,7 +47,10 @@ def nearest(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
     @functools.cache
     def within(factor: float) -> tuple[Problem, Found] | None:
         share = least * factor * usable_memory
-        return find_within([own.set_to(own.config.parallel, share) for own in lean], LITTLE)
+        return find_within(
+            [lean_problem.set_to(lean_problem.config.parallel, share) for lean_problem in lean],
+            LITTLE,
+        )
 
     step = bisect.bisect_left(MEMORY_STEPS, True, key=lambda factor: within(factor) is not None)
     return within(MEMORY_STEPS[step]) if step < len(MEMORY_STEPS) else None
@@ -69,7 +72,11 @@ def fits_after_all(
     ]
     if not best:
         return None
-    bound_s = min(bound for own in problems for bound in Trials(own, effort=0).bounds.values())
+    bound_s = min(
+        bound
+        for each_problem in problems
+        for bound in Trials(each_problem, effort=0).bounds.values()
+    )
     return problem, Found(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
 
 
@@ -101,7 +108,9 @@ def memory_refusal(problems: Sequence[Problem], close: tuple[Problem, Found] | N
     problem, found = close
     plan = as_plan(problem, found.best[0], found.bound_s)
     kinds = [problem.pools[slot.pool].kinds for slot in found.best[0].assignment.slots]
-    usable = [usable_memory * min(kind.memory_bytes for kind in own) for own in kinds]
+    usable = [
+        usable_memory * min(kind.memory_bytes for kind in devices_kinds) for devices_kinds in kinds
+    ]
     excess = [
         sum(stage.memory_bytes.values()) - room
         for stage, room in zip(plan.stages, usable, strict=True)

@@ -174,7 +174,7 @@ class Paths:
         )
         by_size = self.software[here]
         size = min((size for size in by_size if size >= num_nodes), default=max(by_size))
-        return {kind: share(own) for kind, own in by_size[size].items()}
+        return {kind: share(measured) for kind, measured in by_size[size].items()}
 
 
 def _software(
@@ -353,7 +353,7 @@ def _slowest_pairs(paths: Paths, groups: np.ndarray) -> list[tuple[int, int]]:
         a, b = np.unravel_index(np.argmax(cost), cost.shape)
         between.add((int(nodes[a]), int(nodes[b])))
     key = lambda pair: (paths.s_per_byte[pair], pair)
-    return [max(found, key=key) for found in (pairs, between) if found]
+    return [max(candidates, key=key) for candidates in (pairs, between) if candidates]
 
 
 def _group(paths: Paths, groups: np.ndarray, pairs: Sequence[tuple[int, int]]) -> Group:

@@ -35,7 +35,7 @@ def step_dollars(problem: Problem, candidate: Candidate) -> dict[str, float]:
     rents = [node.device.price_dollars_per_h for node in nodes]
     if None in rents:
         return {}
-    per_h = sum(n.num_devices * (own or 0.0) for n, own in zip(nodes, rents, strict=True))
+    per_h = sum(n.num_devices * (rent or 0.0) for n, rent in zip(nodes, rents, strict=True))
     return {
         "nodes": per_h * candidate.step_s / 3600,
         "egress": _egress_dollars(problem, candidate),

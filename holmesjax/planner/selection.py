@@ -78,8 +78,8 @@ def _best_for_its_price(
     """The best candidate within the budget, then the others on the same machines."""
     priced = [
         (problem, candidate, sum(prices.step_dollars(problem, candidate).values()))
-        for problem, found in results
-        for candidate in found.best
+        for problem, result in results
+        for candidate in result.best
     ]
     steps, budget = config.train.steps, config.plan.budget_dollars
     within = [item for item in priced if budget is None or item[2] * steps <= budget]
@@ -95,4 +95,6 @@ def _best_for_its_price(
     rank = lambda item: (item[2], item[1].step_s) if is_cheapest else (item[1].step_s, item[2])
     in_order = sorted(within, key=rank)
     problem = in_order[0][0]
-    return problem, tuple(candidate for own, candidate, _ in in_order if own is problem)
+    return problem, tuple(
+        candidate for problem_of_plan, candidate, _ in in_order if problem_of_plan is problem
+    )

@@ -194,7 +194,7 @@ def _room(
         fixed.append(2 * one - more)
         layer.append((more - deep) / load)
         kept.append((deep - one) / load)
-    least = (np.min(own, axis=0) for own in (fixed, layer, kept))
+    least = (np.min(costs, axis=0) for costs in (fixed, layer, kept))
     return Room(problem.usable_bytes(pool_index), *least)
 
 
@@ -423,7 +423,10 @@ def listed(
                     break
                 most_load_s = factor * limit_s
                 fill_s, segments = _knapsack(choice, most_load_s, depth, problem.ranges.load)
-                if segments and sum(own.num_stages for own in segments) <= problem.num_layers:
+                if (
+                    segments
+                    and sum(segment.num_stages for segment in segments) <= problem.num_layers
+                ):
                     estimate_s = fill_s + (settings.microbatches - 1) * factor * limit_s
                     yield Listed(estimate_s, settings, segments)
 

@@ -188,7 +188,7 @@ def _by_node(slots: Sequence[tuple[str, int]]) -> Devices:
     numbers: dict[str, list[int]] = {}
     for node, number in slots:
         numbers.setdefault(node, []).append(number)
-    return {node: tuple(own) for node, own in numbers.items()}
+    return {node: tuple(of_node) for node, of_node in numbers.items()}
 
 
 def _choose(devices: Devices, mesh: MeshShape) -> Devices:

@@ -75,15 +75,15 @@ def link_bytes(
     model, num_stages = problem.config.model, len(clusters)
     found = Counter[tuple[str, str]]()
 
-    def add(a: str, b: str, num_bytes: float) -> None:
+    def send(a: str, b: str, num_bytes: float) -> None:
         if a != b:
             found.update({(a, b): num_bytes, (b, a): num_bytes})
 
     for at in range(chunks * num_stages - 1):
         num_bytes = settings.microbatches * problem.boundary_bytes(settings)
-        add(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
+        send(clusters[at % num_stages], clusters[(at + 1) % num_stages], num_bytes)
     if model.sums_table and num_stages > 1:
-        add(clusters[0], clusters[-1], 4.0 * table_parameters(model))
+        send(clusters[0], clusters[-1], 4.0 * table_parameters(model))
     return dict(found)
 
 
@@ -193,7 +193,7 @@ class _AssignmentCosts:
         own_roles = chunk_roles(stage.role, len(chunks))
         each = [problem.stage(stage.slot, settings, role) for role in own_roles]
         both = zip(each, chunks, strict=True)
-        return _StageRow(once_s, [chunk.seconds(own, is_split)[:3] for chunk, own in both])
+        return _StageRow(once_s, [chunk.seconds(extent, is_split)[:3] for chunk, extent in both])
 
     def sending(self, assignment: Assignment) -> tuple[np.ndarray, float]:
         """Seconds to the next stage and back, [links, 2], and of tied tables."""

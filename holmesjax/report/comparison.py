@@ -147,8 +147,8 @@ def _text(values: np.ndarray, mean: Callable[[np.ndarray], Any], form: Any) -> s
 def settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """The settings in which the runs differ, but for their folders, in rows as of `numbers`."""
     flat = [_flat(dataclasses.asdict(run.config)) for run in runs]
-    names = dict.fromkeys(name for own in flat for name in own)
-    rows = [(name, [own.get(name, NOWHERE) for own in flat]) for name in names]
+    names = dict.fromkeys(name for values_of_run in flat for name in values_of_run)
+    rows = [(name, [values_of_run.get(name, NOWHERE) for values_of_run in flat]) for name in names]
     return [(name, cells) for name, cells in rows if len(set(cells)) > 1 and name != "run.dir"]
 
 

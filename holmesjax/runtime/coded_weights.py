@@ -100,9 +100,9 @@ def widened(replica: Tree, fixed: Tree) -> tuple[Tree, Tree]:
     """
     params: Tree = {}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), fixed)
-    for layer, own in replica.items():
-        codes = {name: x for name, x in own.items() if _is_coded(x)}
-        others = {name: x for name, x in own.items() if name not in codes}
+    for layer, weights in replica.items():
+        codes = {name: x for name, x in weights.items() if _is_coded(x)}
+        others = {name: x for name, x in weights.items() if name not in codes}
         params[layer] = jax.tree.map(lambda x: x[0].astype(jnp.float32), others)
         if codes:
             zeros = {name: jnp.zeros(x.codes.shape[1:], jnp.float32) for name, x in codes.items()}
@@ -119,4 +119,4 @@ def in_layer(codes: Mapping[str, Any]) -> Tree:
 
 def of_layer(stated: Mapping[str, Any]) -> Tree:
     """The statements of a layer's codes, as `in_layer`, of its `statements`."""
-    return in_layer({name: own for name, own in stated.items() if _is_coded(own)})
+    return in_layer({name: parameter for name, parameter in stated.items() if _is_coded(parameter)})

@@ -102,7 +102,7 @@ def _renamed(programs: Programs, chunk: Chunk) -> Programs:
     if programs.chunk is chunk:
         return programs
     names = dict(zip(chunk.layers, programs.chunk.layers, strict=True))
-    back = {other: own for own, other in names.items()}
+    back = {other: name for name, other in names.items()}
     gather, update = programs["gather"], programs["update"]
 
     def gather_renamed(params: Tree) -> Tree:

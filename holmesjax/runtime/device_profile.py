@@ -147,7 +147,7 @@ def _rest(timed: Timed, kind: DeviceKind, model: ModelConfig) -> tuple[float, fl
     these limits.
     """
     shape = lambda sequences: StageShape(
-        blocks=tuple(int(own is _block(model)) for own in kinds(model).blocks),
+        blocks=tuple(int(block is _block(model)) for block in kinds(model).blocks),
         is_first=False,
         is_last=False,
         data=1,

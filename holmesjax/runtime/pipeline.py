@@ -130,7 +130,10 @@ class Pipeline:
     def _by_name(self, flight: _Flight) -> dict[str, tuple[jax.Array, ...]]:
         """The values of all microbatches, in their order."""
         in_order = [flight.values[m] for m in sorted(flight.values)]
-        return {name: self._filled(tuple(own[name] for own in in_order)) for name in in_order[0]}
+        return {
+            name: self._filled(tuple(metrics_of_chunk[name] for metrics_of_chunk in in_order))
+            for name in in_order[0]
+        }
 
     def _tasks_of(self, count: int) -> tuple[tuple[Task, ...], ...]:
         """The tasks of a step with so many microbatches."""

@@ -225,12 +225,16 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 
 def chunked() -> list[str]:
     """The schedules in which a stage holds several chunks."""
-    return [name for name, own in SCHEDULES.items() if own.is_chunked]
+    return [name for name, order in SCHEDULES.items() if order.is_chunked]
 
 
 def allowed(name: str | None) -> list[str]:
     """The schedules that a planner may choose from: one that is asked for, or all it tries."""
-    return [own for own in SCHEDULES if SCHEDULES[own].is_tried] if name is None else [name]
+    return (
+        [order_name for order_name in SCHEDULES if SCHEDULES[order_name].is_tried]
+        if name is None
+        else [name]
+    )
 
 
 def leanest(name: str, *, of_its_kind: bool = False) -> str:

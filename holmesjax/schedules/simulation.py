@@ -173,9 +173,9 @@ class Simulator:
         # By link, the last for what is sent to no other stage; -1: no queue.
         pipe = np.full((most, num_stages**2 + 1, num_cases), -1)
         hold_s, latency_s = np.zeros(pipe.shape), np.zeros(pipe.shape)
-        for k, own in enumerate(queues):
-            names, taken = list(dict.fromkeys(queue.pipe for queue in own)), Counter[int]()
-            for queue in own:
+        for k, tasks in enumerate(queues):
+            names, taken = list(dict.fromkeys(queue.pipe for queue in tasks)), Counter[int]()
+            for queue in tasks:
                 link = queue.source * num_stages + queue.target
                 at = taken[link], link, k
                 pipe[at], hold_s[at] = names.index(queue.pipe), queue.hold_s

@@ -75,7 +75,11 @@ def _measured(entry: topology_file.MeasuredEntry) -> Measured:
             for c in entry.collectives
         ),
         transports={transport.cluster: transport.bandwidth for transport in entry.transports},
-        capacities={((a, b),): own.capacity for own in entry.capacities for a, b in [own.between]}
+        capacities={
+            ((a, b),): capacity.capacity
+            for capacity in entry.capacities
+            for a, b in [capacity.between]
+        }
         | {_ways(uplink): uplink.capacity for uplink in entry.uplinks},
     )
 

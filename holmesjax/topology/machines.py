@@ -65,7 +65,7 @@ class DeviceKind:
         peaks, speed = self.peak_flop_per_s, self.calibration.products
         peak = lambda own: peaks.get(own.dtype, peaks[dtype])
         # `sum` rounds differently from Python 3.12 on, and a plan is the same in all of them.
-        return math.fsum(speed.seconds(own, peak(own)) for own in products)
+        return math.fsum(speed.seconds(product, peak(product)) for product in products)
 
     def attention_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of attention, of the products of its scores and its weighted values."""

@@ -119,7 +119,11 @@ def without_cluster(topology: Topology, cluster: str) -> Topology:
             measured,
             pairs={way: link for way, link in measured.pairs.items() if left.issuperset(way)},
             collectives=tuple(c for c in measured.collectives if c.cluster != cluster),
-            transports={name: own for name, own in measured.transports.items() if name != cluster},
+            transports={
+                name: transport
+                for name, transport in measured.transports.items()
+                if name != cluster
+            },
             capacities=_capacities_without(measured.capacities, cluster),
         )
     links = {way: link for way, link in topology.links.items() if cluster not in way}
@@ -195,7 +199,8 @@ def _with_collectives(topology: Topology, clusters: Collection[str], factor: flo
         return topology
     faster = lambda own: replace(own, bandwidth_bytes_per_s=factor * own.bandwidth_bytes_per_s)
     found = tuple(
-        faster(own) if own.cluster in clusters else own for own in topology.measured.collectives
+        faster(collective) if collective.cluster in clusters else collective
+        for collective in topology.measured.collectives
     )
     return replace(topology, measured=replace(topology.measured, collectives=found))
 

@@ -240,8 +240,8 @@ def main() -> int:
 
     signal.setitimer(signal.ITIMER_REAL, args.limit_s)
     attention = named(args.attention or KERNELS[args.asked["kernels"]])
-    for found in results(args.asked, attention, small=args.small, begin=begin):
-        print(json.dumps(found), flush=True)
+    for result in results(args.asked, attention, small=args.small, begin=begin):
+        print(json.dumps(result), flush=True)
     return 0
 
 

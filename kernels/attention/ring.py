@@ -239,7 +239,8 @@ def _ring_backward(
         )
         dq = _add(is_earlier, 1, dq, new[0])
         following = [
-            _add(is_earlier, 0, total, own) for total, own in zip(following, new[1:], strict=True)
+            _add(is_earlier, 0, total, gradient)
+            for total, gradient in zip(following, new[1:], strict=True)
         ]
     others = _pass_on(tuple(following), axis)
     found = dq, dk + others[0], dv + others[1]

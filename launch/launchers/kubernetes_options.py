@@ -170,32 +170,32 @@ def _not_absolute(document: Document, keys: Keys, path: str, where: str) -> Holm
 
 def _variables(document: Document, keys: Keys, options: SharedPodOptions) -> Iterator[HolmesError]:
     yield from wrong_names(document, (*keys, "env"), options.env)
-    for i, own in enumerate(options.env_secrets):
+    for i, secret in enumerate(options.env_secrets):
         place = (*keys, "env_secrets", i)
-        yield from wrong_names(document, (*place, "name"), [own.name], is_value=True)
-        if own.name in options.env:
+        yield from wrong_names(document, (*place, "name"), [secret.name], is_value=True)
+        if secret.name in options.env:
             fix = "remove one of the two"
-            yield document.mistake((*place, "name"), "is in `env` too", found=own.name, fix=fix)
-        if not OBJECT.fullmatch(own.secret):
-            yield _no_object(document, (*place, "secret"), own.secret)
+            yield document.mistake((*place, "name"), "is in `env` too", found=secret.name, fix=fix)
+        if not OBJECT.fullmatch(secret.secret):
+            yield _no_object(document, (*place, "secret"), secret.secret)
 
 
 def _tolerations(
     document: Document, keys: Keys, options: SharedPodOptions
 ) -> Iterator[HolmesError]:
-    for i, own in enumerate(options.tolerations):
+    for i, toleration in enumerate(options.tolerations):
         place = (*keys, "tolerations", i)
-        if own.operator == "Exists" and own.value is not None:
+        if toleration.operator == "Exists" and toleration.value is not None:
             problem, fix = "has no use beside the operator Exists", "remove it, or write Equal"
-            yield document.mistake((*place, "value"), problem, found=own.value, fix=fix)
-        if own.operator == "Equal" and own.key is None:
+            yield document.mistake((*place, "value"), problem, found=toleration.value, fix=fix)
+        if toleration.operator == "Equal" and toleration.key is None:
             problem = "needs the key of a taint, or the operator Exists"
             fix = "add `key:`, or `operator: Exists` for every taint"
             yield document.mistake(place, problem, found="no key", fix=fix)
-        if own.toleration_seconds is not None and own.effect != "NoExecute":
+        if toleration.toleration_seconds is not None and toleration.effect != "NoExecute":
             problem = "is only for the effect NoExecute"
             fix = "add `effect: NoExecute`, or remove it"
-            found, where = own.toleration_seconds, (*place, "toleration_seconds")
+            found, where = toleration.toleration_seconds, (*place, "toleration_seconds")
             yield document.mistake(where, problem, found=found, fix=fix)
 
 
@@ -223,25 +223,25 @@ def _mounts(
     if keys:
         known |= {mount.path for mount in file.mounts}
     taken = {PurePosixPath(path) for path in known}
-    for i, own in enumerate(options.mounts):
+    for i, asked_mount in enumerate(options.mounts):
         place = (*keys, "mounts", i)
-        for name, path in (("path", own.path), ("host_path", own.host_path)):
+        for name, path in (("path", asked_mount.path), ("host_path", asked_mount.host_path)):
             if path and not path.startswith("/"):
                 yield _not_absolute(
                     document, (*place, name), path, "pod" if name == "path" else "node"
                 )
-        if (where := PurePosixPath(own.path)) in taken:
+        if (where := PurePosixPath(asked_mount.path)) in taken:
             fix = "mount it elsewhere"
             problem = "has another volume of the pod"
-            yield document.mistake((*place, "path"), problem, found=own.path, fix=fix)
+            yield document.mistake((*place, "path"), problem, found=asked_mount.path, fix=fix)
         taken.add(where)
-        if (own.claim is None) == (own.host_path is None):
-            found = "neither" if own.claim is None else "both"
+        if (asked_mount.claim is None) == (asked_mount.host_path is None):
+            found = "neither" if asked_mount.claim is None else "both"
             fix = "name a PersistentVolumeClaim, or a folder of the node"
             problem = "needs one of `claim` and `host_path`"
             yield document.mistake(place, problem, found=found, fix=fix)
-        if own.claim is not None and not OBJECT.fullmatch(own.claim):
-            yield _no_object(document, (*place, "claim"), own.claim)
+        if asked_mount.claim is not None and not OBJECT.fullmatch(asked_mount.claim):
+            yield _no_object(document, (*place, "claim"), asked_mount.claim)
 
 
 def _resources(

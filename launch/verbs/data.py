@@ -74,8 +74,8 @@ def _refuse_runs(name: str) -> None:
     if not os.path.isdir(name):
         return
     found = (path.parent for path in Path(name).glob(f"*/{jobs.TOPOLOGY}"))
-    if runs := sorted(own for own in found if (own / jobs.CONFIG).exists()):
-        shown = ", ".join(own.name for own in runs[:8])
+    if runs := sorted(run_folder for run_folder in found if (run_folder / jobs.CONFIG).exists()):
+        shown = ", ".join(run_folder.name for run_folder in runs[:8])
         fix = f"name one of them: python -m launch data {runs[0]}; launch top shows how it trains"
         raise ConfigError(name, "holds run folders, and is no corpus", found=shown, fix=fix)
 
@@ -133,7 +133,7 @@ def _show_corpus(args: argparse.Namespace, folder: Path) -> None:
 
 def _has_tokens(path: Path) -> bool:
     """Tells whether files of tokens are named, and not documents."""
-    names = [own.name for own in path.iterdir()] if path.is_dir() else [path.name]
+    names = [inner.name for inner in path.iterdir()] if path.is_dir() else [path.name]
     return any(name.endswith(token_formats.ENDINGS) for name in names)
 
 

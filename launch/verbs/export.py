@@ -89,9 +89,9 @@ def _layers(
     restored: Iterator[tuple[str, Any]], model: ModelConfig, *, merges: bool
 ) -> Iterator[export.Layer]:
     """The parameters of each layer by their stated names; no layer is kept here."""
-    for layer, own in restored:
-        named = _by_name(layer, model, own)
-        own.clear()
+    for layer, arrays in restored:
+        named = _by_name(layer, model, arrays)
+        arrays.clear()
         yield layer, lora.merged(layers(model)[layer], named) if merges else named
         named.clear()
 
@@ -102,7 +102,7 @@ def _by_name(layer: str, model: ModelConfig, own: Mapping[str, Any]) -> dict[str
     Parameters that a step changes without training them belong to the run, and are left out.
     """
     found = {}
-    for parameter in (own for own in layers(model)[layer].parameters if not own.changes):
+    for parameter in (stated for stated in layers(model)[layer].parameters if not stated.changes):
         node: Any = own
         for name in parameter.path:
             node = node[name]
@@ -119,11 +119,11 @@ def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
         fix = f"train it first: python -m launch train {run_dir}"
         raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
     known = manifest.find(run_dir)
-    for found in known:
-        if found.step == step:
-            manifest.verify(found)
-            return found
-    steps = ", ".join(str(found.step) for found in reversed(known)) or "none"
+    for checkpoint in known:
+        if checkpoint.step == step:
+            manifest.verify(checkpoint)
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(known)) or "none"
     problem = f"has no checkpoint after step {step}"
     raise CheckpointError(str(run_dir), problem, found=steps, fix="name one of them: --step N")
 

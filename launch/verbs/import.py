@@ -66,7 +66,13 @@ def _layers(model: ModelConfig, seed: int) -> Iterator[tuple[str, dict[str, np.n
     values = importlib.import_module("holmesjax.models.layer").source_of_values(model, seed)
     whole = lambda own: tuple((0, size) for size in own.shape)
     for layer, kind in layers(model).items():
-        yield layer, {own.name: values(own, layer, whole(own)) for own in kind.parameters}
+        yield (
+            layer,
+            {
+                parameter.name: values(parameter, layer, whole(parameter))
+                for parameter in kind.parameters
+            },
+        )
 
 
 def _refuse_used(run_dir: Path) -> None:
@@ -94,6 +100,6 @@ def _load(run_file: str | None, source: Path, run_dir: Path, overrides: list[str
 def _of_no_file(error: HolmesError, path: Path) -> HolmesError:
     """The error without a file that its reader has never seen."""
     if isinstance(error, Mistakes):
-        return Mistakes([_of_no_file(own, path) for own in error.mistakes])
+        return Mistakes([_of_no_file(mistake, path) for mistake in error.mistakes])
     where = re.sub(rf"{re.escape(str(path))}(:\d+)?: ", "", error.where)
     return type(error)(where, error.problem, found=error.found, fix=error.fix)

@@ -91,7 +91,7 @@ def open_controller(processes, silence_s=SILENCE_S, allow=()):
         about=ABOUT,
         resume=7,
         key=KEY,
-        heartbeat_timeout_s=silence_s,
+        silence_s=silence_s,
         is_saving=lambda step: step % 2 == 0,
         progress=Progress(DistributedConfig()),
         allow=allow,

@@ -300,7 +300,7 @@ TRAINING = (
     Bug(
         name="weights-kept-as-activations",
         module="holmesjax.models.layer_tracing",
-        old="        if own.weights is None:\n            found",
+        old="        if residual.weights is None:\n            found",
         new="        if True:\n            found",
         wrong="what a layer keeps counts its weights once for each microbatch",
         tests=("tests/models/test_layer_tracing.py::test_programs_say_what_the_closed_forms_say",),

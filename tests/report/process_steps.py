@@ -1,4 +1,4 @@
-"""What a process records of a step."""
+"""Records of a step as a process tells them."""
 
 
 def process_step(step, step_time_s):
