@@ -415,7 +415,7 @@ def found_arrays(found):
 def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, capfd):
     write(tmp_path, steps=(5,))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with files_of_at_most(20_000), pytest.raises(CheckpointError, match="File too large"):
+    with files_of_at_most(20_000), pytest.raises(PeerError, match="File too large"):
         write(tmp_path, steps=(6,))
     assert [found.step for found in manifest.find(tmp_path)] == [5]
     for path, content in before.items():
