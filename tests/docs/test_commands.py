@@ -92,7 +92,7 @@ ELSEWHERE = {
     "profile FILE": PROFILE,
     "profile --output": PROFILE,
     "nics --fabric infiniband": "hosts/test_nccl.py::test_the_verb_on_this_machine",
-    "tokenize STORE": "data/test_stores.py::test_a_format_is_read_in_a_store_as_it_is_here",
+    "tokenize STORE": "data/test_object_stores.py::test_a_format_is_read_in_a_store_as_it_is_here",
 }
 CHOICES = ("--launcher", "--format", "--fabric")  # each value is as an option of its own
 # Lines that are no command of ours, by how they begin.
