@@ -181,7 +181,9 @@ def damages(verb):
     """Each damage to a file that a verb reads: the file, what is done to it, and the words."""
     for name, verbs in {**READ, **NEEDED}.items():
         if verb in verbs | READ.get(name, set()):
-            ways = WAYS if name.endswith(".yaml") else [way for way in WAYS if way is not no_date]
+            ways = (
+                WAYS if str(name).endswith(".yaml") else [way for way in WAYS if way is not no_date]
+            )
             yield from ((name, way, way.__name__) for way in ways)
     for name, verbs in FOLDERS.items():
         if verb in verbs:
