@@ -420,7 +420,8 @@ def test_two_names_of_one_host_are_noticed(tmp_path):
     """The addresses are those of ssh's own configuration."""
     if shutil.which("ssh") is None:
         pytest.skip("needs ssh")
-    text = "hosts:\n  - {node: a-0, ssh: me@127.0.0.1}\n  - {node: b-0, ssh: 127.0.0.1}\n"
+    text = "hosts:\n  - {node: a-0, ssh: 127.0.0.1}\n"
+    text += "  - {node: b-0, ssh: me@alias, ssh_options: [HostName=127.0.0.1]}\n"
     (tmp_path / "hosts.yaml").write_text(text)
     job = jobs.load(write_run(tmp_path, CLUSTERS))
     with pytest.raises(HolmesError, match="is the same host as a-0"):
