@@ -21,7 +21,7 @@ from tests.jobs import ROOT
 
 GIVE_UP = """
 import os, sys, threading, time
-from holmesjax import hung_main_thread
+from holmesjax.liveness import hung_main_thread
 from holmesjax.errors import PeerError
 from holmesjax.distributed.worker import Worker
 
@@ -56,7 +56,7 @@ def test_signals_are_heard_while_the_main_thread_hangs():
     """It waits outside of the interpreter's reach, as in a collective."""
     code = """
 import ctypes, os, signal
-from holmesjax import hung_main_thread
+from holmesjax.liveness import hung_main_thread
 
 def heard(number):
     hung_main_thread.write_stacks()

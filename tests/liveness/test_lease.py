@@ -417,7 +417,7 @@ def test_who_wakes_up_in_a_write_replaces_nothing_of_its_successor_s(tmp_path, m
 
 SHORT = """
 import sys
-from holmesjax import lease
+from holmesjax.liveness import lease
 lease.TERM_S, lease.RENEW_S = 3.0, 0.5
 from launch.__main__ import main
 sys.exit(main(sys.argv[1:]))
