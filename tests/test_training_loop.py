@@ -26,7 +26,7 @@ def make_timeline(*, has_ended=False):
     return SimpleNamespace(intervals=lambda: [interval], has_ended=lambda since_s: has_ended)
 
 
-def make_session(runner, events, **train):
+def make_loop(runner, events, **train):
     """A session that trains nothing; `events` takes what it saves."""
     return TrainingLoop(
         config=make_config(train=train),
@@ -73,7 +73,7 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
         def take_link_bytes(self):
             return {}
 
-    training_loop = make_session(Runner(), events, steps=3)
+    training_loop = make_loop(Runner(), events, steps=3)
     assert list(training_loop._run(SimpleNamespace(take=lambda: None), 0)) == [1, 2, 3]
     in_order = [event for i, event in enumerate(events) if event not in events[:i]]
     assert in_order == [
@@ -129,7 +129,7 @@ def test_steps_whose_ends_are_seen_at_once_share_their_time(monkeypatch):
             return {}
 
     with timeline.Clock(1) as clock:
-        own = make_session(Runner(), [], steps=5)
+        own = make_loop(Runner(), [], steps=5)
         own = dataclasses.replace(own, clock=clock, tell=told.append)
         list(own._run(SimpleNamespace(take=lambda: None), 0))
     assert [(part["step"], part["step_time_s"]) for part in told] == [
@@ -151,7 +151,7 @@ def test_steps_that_always_end_at_once_are_told_while_the_run_goes_on():
 
     late = make_timeline(has_ended=True)
     clock = SimpleNamespace(timeline=lambda: late)
-    own = make_session(Runner(), [], steps=20)
+    own = make_loop(Runner(), [], steps=20)
     own = dataclasses.replace(own, clock=clock, tell=told.append)
     list(own._run(SimpleNamespace(take=lambda: None), 0))
     assert [part["step"] for part in told] == list(range(1, 21))
@@ -172,7 +172,7 @@ def test_gradients_that_stay_infinite_end_the_run_and_a_finite_one_counts_anew()
         def take_link_bytes(self):
             return {}
 
-    training_loop = make_session(Runner(), [], steps=9, max_skipped=3)
+    training_loop = make_loop(Runner(), [], steps=9, max_skipped=3)
     with pytest.raises(FatalError, match="not finite, for 3 steps in a row") as error:
         list(training_loop._run(SimpleNamespace(take=lambda: None), 0))
     assert error.value.where == "step 6, stage 1"
@@ -191,7 +191,7 @@ def test_the_steps_that_are_asked_for_are_profiled(tmp_path):
         def take_link_bytes(self):
             return {}
 
-    training_loop = make_session(Runner(), [], steps=4, profile_steps=(2, 4))
+    training_loop = make_loop(Runner(), [], steps=4, profile_steps=(2, 4))
     training_loop = dataclasses.replace(training_loop, profiles=tmp_path)
     feed = SimpleNamespace(take=lambda: None)
     training_loop.states = [jax.numpy.eye(8)]
@@ -217,7 +217,7 @@ class Failing(Callback):
     [
         ("error", ValueError("no"), "Failing.before_step", "ValueError: no (*, line *)"),
         ("returned", [1.0], "Failing.after_step", "[1.0]"),
-        ("returned", {"x": [1.0]}, "Failing.after_step", "list: *"),
+        ("returned", {"x": [1.0, 2.0]}, "Failing.after_step", "list [2] of float64"),
     ],
 )
 def test_a_callback_that_fails_ends_the_run_and_is_named(field, value, where, found):
@@ -233,7 +233,7 @@ def test_a_callback_that_fails_ends_the_run_and_is_named(field, value, where, fo
     setattr(own, field, value)
     if field == "returned":
         own.before_step = lambda trainer, step: None
-    training_loop = make_session(Runner(), events, steps=3)
+    training_loop = make_loop(Runner(), events, steps=3)
     training_loop = dataclasses.replace(training_loop, callbacks=Callbacks(None, [own]))
     with pytest.raises(CallbackError) as error:
         list(training_loop._run(SimpleNamespace(take=lambda: None), 0))
