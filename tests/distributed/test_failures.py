@@ -468,7 +468,10 @@ def stray(job: RunningJob, run_dir: Path, prefix: tuple[str, ...]):
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", "launch", "worker", run_dir],
         cwd=ROOT,
-        env=dict(v.split("=", 1) for v in env if v and not v.startswith("HOLMES_PARENT")),
+        env={
+            **dict(v.split("=", 1) for v in env if v and not v.startswith("HOLMES_PARENT")),
+            "PYTHONFAULTHANDLER": "1",
+        },
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -477,6 +480,15 @@ def stray(job: RunningJob, run_dir: Path, prefix: tuple[str, ...]):
     finally:
         process.kill()
         process.communicate()
+
+
+def words_of(process) -> str:
+    """What a process says on its way out; if it does not leave, where each of its threads is."""
+    try:
+        return process.communicate(timeout=90)[1]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(process.communicate(timeout=30)[1])
 
 
 def test_one_that_cannot_write_one_of_another_plan_and_a_silent_link_are_named(tmp_path):
@@ -510,7 +522,7 @@ def test_one_that_cannot_write_one_of_another_plan_and_a_silent_link_are_named(t
         step = int(told.split(":")[1].split()[-1])
         wait_until(lambda: manifest.find(run_dir)[0].step > step)
         assert not manifest.folder_of(run_dir, step).exists()
-        _, complaint = refused.communicate(timeout=60)
+        complaint = words_of(refused)
         first_step(job, tmp_path)  # and more of them
         if cut is None:
             job.process.send_signal(signal.SIGINT)
