@@ -268,7 +268,7 @@ def _worth_of(
         if any(problem.pools[s.pool].cluster.name == cluster for s in other.assignment.segments)
     ]
     if not with_it:
-        return "the search found no plan with it: none came near the best, or none has room"
+        return "no plan with it was found near the best, or with room"
     best = min(with_it, key=lambda other: other.step_s)
     [free_s] = step_seconds(problem, [best.assignment], best.settings, best.order, with_links=False)
     longer = best.step_s / chosen.step_s - 1.0
