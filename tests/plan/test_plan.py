@@ -153,7 +153,7 @@ def test_the_description_fits_the_console(name):
     lines = describe(golden_plan(name))
     assert max(map(len, lines)) <= 100
     plan = golden_plan(name)
-    extra = bool(plan.in_flight) + bool(plan.idle)
+    extra = bool(plan.in_flight) + bool(plan.idle) + len(plan.idle_because)
     assert len(lines) == 4 + extra + 4 * len(plan.stages)
 
 
