@@ -26,12 +26,13 @@ pytestmark = pytest.mark.xdist_group("param_dtype")
 MODEL = make_model(num_layers=2, tied_embeddings=True)
 SGD = OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=None, beta1=0.5)
 PLANS = {
-    "one program, replicas, matrices that Muon moves": (
-        hand_made_plan((2,), 2, 1),
-        dataclasses.replace(SMOOTH, name="muon"),
-    ),
+    "one program, replicas": (hand_made_plan((2,), 2, 1), SMOOTH),
     "unlike stages": (hand_made_plan((1, 1), (2, 1), (1, 2), fsdp=(1, 2), microbatches=2), SMOOTH),
     "two stages of another optimizer": (hand_made_plan((1, 1), 2, 1), SGD),
+    "matrices that Muon moves": (
+        hand_made_plan((2,), 1, 1),
+        dataclasses.replace(SMOOTH, name="muon"),
+    ),
 }
 
 
