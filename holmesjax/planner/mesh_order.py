@@ -325,7 +325,7 @@ def _blocks(nodes: Sequence[int], s_per_byte: np.ndarray, limit: float) -> list[
 def _groups(seats: np.ndarray, sizes: Mapping[A, int], axis: A) -> np.ndarray:
     """The nodes of every group of an axis, [groups, devices of each], each group sorted.
 
-    `member_records` are the nodes of the devices, row-major.
+    `seats` are the nodes of the devices, row-major.
     """
     mesh = seats.reshape(tuple(sizes.values()))
     lines = np.moveaxis(mesh, list(sizes).index(axis), -1)

@@ -350,7 +350,7 @@ def positions(dim: int, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def product(a: Ref, b: Ref, meanwhile: Callable[[], None]) -> jax.Array:
-    """a @ b^T, in float32; `overlapped_work` is called while the tensor cores do it."""
+    """a @ b^T, in float32; `meanwhile` is called while the tensor cores do it."""
 
     def multiply(total: Ref) -> jax.Array:
         plgpu.wgmma(total, a, turned(b))
