@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmesjax.errors import REQUEUE, FatalError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 from launch.process_logs import LOGS
 
@@ -139,10 +139,7 @@ class Restarts:
 
     def _read(self) -> list[StartEntry]:
         try:
-            starts = [
-                StartEntry(**entry)
-                for entry in json_text.value_of(regular_files.read_text(self._path))["starts"]
-            ]
+            starts = [StartEntry(**entry) for entry in json_text.read(self._path)["starts"]]
             if all(map(_is_entry, starts)):
                 return starts
             raise ValueError("an entry has other values")

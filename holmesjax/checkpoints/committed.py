@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from holmesjax.errors import CheckpointError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 
 RECORD = "committed.json"
@@ -34,7 +34,7 @@ def read(run_dir: str | Path) -> int | None:
     try:
         if RECORD not in os.listdir(path.parent):  # asks a file server, as a look-up may not
             return None
-        step = json_text.value_of(regular_files.read_text(path))["step"]
+        step = json_text.read(path)["step"]
         if isinstance(step, int) and step >= 0:
             return step
         found: object = step

@@ -92,7 +92,7 @@ def at(path: Path) -> Checkpoint:
     match = STEP.fullmatch(path.name)
     assert match, path
     try:
-        content = json_text.value_of(regular_files.read_text(path / MANIFEST))
+        content = json_text.read(path / MANIFEST)
     except (OSError, ValueError):
         content = None
     manifest = content if isinstance(content, dict) else {}

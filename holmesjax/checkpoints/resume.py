@@ -24,7 +24,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
-from holmesjax.files import json_text, regular_files, schema
+from holmesjax.files import json_text, schema
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
@@ -427,7 +427,7 @@ def _allowable(job: Job) -> tuple[str, ...]:
 def _allowed(run_dir: Path) -> list[_Allowed]:
     path = run_dir / ALLOWED
     try:
-        allowed = [_Allowed(**entry) for entry in json_text.value_of(regular_files.read_text(path))]
+        allowed = [_Allowed(**entry) for entry in json_text.read(path)]
         if all(isinstance(a.step, int) and isinstance(a.name, str) for a in allowed):
             return allowed
         raise ValueError("a step that is no number, or a name that is no text")

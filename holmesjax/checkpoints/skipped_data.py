@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from holmesjax.config import TrainConfig
 from holmesjax.errors import CheckpointError, FatalError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 
 RECORD = "skipped.json"
@@ -36,9 +36,7 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
     """Reads the record of a run. Raises CheckpointError if it cannot be read."""
     path = run_dir / RECORD
     try:
-        found = tuple(
-            Skipped(**entry) for entry in json_text.value_of(regular_files.read_text(path))
-        )
+        found = tuple(Skipped(**entry) for entry in json_text.read(path))
         if all(isinstance(number, int) for skipped in found for number in skipped):
             return found
         raise ValueError("a step that is no number")

@@ -114,9 +114,7 @@ def _dataset(path: Path) -> Any:
         raise DataError(str(path), "cannot be read in a store", found="a dataset", fix=fix)
     if _is_split(path):
         try:
-            names = list(
-                map(str, json_text.value_of(regular_files.read_bytes(path / SPLITS))["splits"])
-            )
+            names = list(map(str, json_text.read(path / SPLITS)["splits"]))
         except (ValueError, KeyError, TypeError) as error:
             raise damaged(str(path / SPLITS), "list of splits", error) from None
         fix = f"name one of them: {path / names[0]}" if names else "copy it again"
@@ -136,7 +134,7 @@ def _dataset(path: Path) -> Any:
 def _arrows(path: Path) -> list[Path]:
     """The files of rows. Raises DataError if one is missing."""
     try:
-        said = json_text.value_of(regular_files.read_text(path / STATE))
+        said = json_text.read(path / STATE)
         files = [path / own["filename"] for own in said["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(str(path / STATE), "list of files", error) from None

@@ -84,7 +84,7 @@ def _read(path: Path) -> str:
 def _kept(path: Path) -> str | None:
     """Returns the digest that an earlier process has kept, if the file is still the same."""
     try:
-        kept = json_text.value_of(regular_files.read_text(_place(path)))
+        kept = json_text.read(_place(path))
         digest = kept.pop("sha256")
     except (
         OSError,

@@ -3,7 +3,10 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from holmesjax.files import regular_files
 
 _DECODER = json.JSONDecoder()  # `json.loads` takes half as long again
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -20,6 +23,11 @@ def value_of(text: str | bytes) -> Any:
         return _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def read(path: str | Path) -> Any:
+    """The value in a regular file. Raises OSError, and ValueError as `value_of`."""
+    return value_of(regular_files.read_bytes(path))
 
 
 def values_of(text: str) -> Iterator[Any]:

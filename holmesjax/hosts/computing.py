@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from holmesjax.errors import HolmesError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.hardware import Gpu
 
@@ -125,7 +125,7 @@ def permitted(run_dir: Path, allow: Sequence[str]) -> tuple[str, ...]:
 
 def _kept(path: Path) -> list[str]:
     try:
-        kept = json_text.value_of(regular_files.read_text(path))
+        kept = json_text.read(path)
         if isinstance(kept, list) and all(isinstance(name, str) for name in kept):
             return kept
         found = "no list of names"

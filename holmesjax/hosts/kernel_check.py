@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from holmesjax import xla_flags
 from holmesjax.config import Config
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.computing import installed
 from holmesjax.layer_specs.distinct_kinds import kinds
@@ -210,7 +210,7 @@ class OutOfTimeError(Exception):
 
 def _read(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        kept = json_text.value_of(regular_files.read_text(path))
+        kept = json_text.read(path)
         if isinstance(kept, dict) and {"problem", "has_ended"} <= kept.keys():
             age_s = abs(time.time() - path.stat().st_mtime)  # a clock may have been set back
             return kept if kept["has_ended"] or age_s < RETRY_S else None

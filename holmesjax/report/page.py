@@ -152,7 +152,7 @@ def write_report(run_dir: str | Path) -> Path:
 def _read_timeline(path: Path) -> Record:
     """The tasks of a step that were timed; none where a crash has left no whole file."""
     try:
-        timed = json_text.value_of(regular_files.read_text(path))
+        timed = json_text.read(path)
         if isinstance(timed["step"], int) and all(map(_is_timed, timed["tasks"])):
             return dict(timed)
     except (OSError, ValueError, KeyError, TypeError):
@@ -413,7 +413,7 @@ def _read_lab(path: Path) -> _Section | None:
     if not path.exists():
         return None
     try:
-        return _lab_section(json_text.value_of(regular_files.read_text(path)))
+        return _lab_section(json_text.read(path))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HolmesError(
             str(path),
