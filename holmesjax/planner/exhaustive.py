@@ -410,4 +410,5 @@ class ExhaustiveSearch:
     def _fits(self, placed: _Placed, start: int, number: int) -> bool:
         (slot, role, settings, _), in_flight, *_ = placed
         blocks = self._problem.ranges.counts(start, start + number)
-        return self._problem.fits(slot, settings, role, blocks, in_flight)
+        stage = self._problem.stage(slot, settings, role)
+        return self._problem.holds(stage, blocks, in_flight)

@@ -23,11 +23,10 @@ from holmesjax.planner.candidates import (
     with_moves,
 )
 from holmesjax.planner.fitting import fitting
-from holmesjax.planner.layer_ranges import Counts
 from holmesjax.planner.layer_split import split
-from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment
+from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
-from holmesjax.planner.stage_layouts import InFlight, StepSettings
+from holmesjax.planner.stage_layouts import StepSettings
 from holmesjax.planner.step_time import stage_loads, transfer_times
 from holmesjax.planner.trials import Candidate, Trials
 from holmesjax.schedules.pipeline_schedules import PLAIN, TaskOrder, leanest
@@ -302,13 +301,9 @@ class HeuristicSearch:
         ranges = self._problem.ranges.ranges(assignment.layers)
         stages = self._problem.stages(assignment.slots, settings)
         return all(
-            self._holds(stage, blocks, self._problem.in_flight(order, place, sum(blocks)))
+            self._problem.holds(stage, blocks, self._problem.in_flight(order, place, sum(blocks)))
             for place, (stage, blocks) in enumerate(zip(stages, ranges, strict=True))
         )
-
-    def _holds(self, stage: PricedStage, blocks: Counts, in_flight: InFlight) -> bool:
-        usable_bytes = self._problem.usable_bytes(stage.slot.pool)
-        return stage.memory_bytes(blocks, in_flight) <= usable_bytes
 
     def _orders(self, assignment: Assignment, settings: StepSettings) -> list[TaskOrder]:
         """The schedules for an assignment; first eager 1F1B if allowed, which is seldom slow."""
@@ -338,7 +333,7 @@ class HeuristicSearch:
             stages = problem.stages(assignment.slots, settings)
             for place, (stage, blocks) in enumerate(zip(stages, ranges, strict=True)):
                 in_flight = problem.in_flight(order, place, sum(blocks))
-                if not self._holds(stage, blocks, in_flight):
+                if not problem.holds(stage, blocks, in_flight):
                     break
                 times = stage.seconds(blocks, is_split=False)
                 task_s.append(times.forward + times.backward)

@@ -40,7 +40,6 @@ class _Loads:
     ):
         self._problem, self._order = problem, order
         self._stages = problem.stages(slots, settings)
-        self._usable_bytes = [problem.usable_bytes(slot.pool) for slot in slots]
         self._plain = [problem.in_flight(order, i, order.chunks) for i in range(len(slots))]
         self._known: dict[tuple[PricedStage, InFlight, Counts], tuple[bool, float]] = {}
 
@@ -56,7 +55,7 @@ class _Loads:
         if (load := self._known.get(key)) is None:
             times = stage.seconds(blocks, is_split=False)
             once_s = times.once / stage.settings.microbatches
-            full = stage.memory_bytes(blocks, in_flight) > self._usable_bytes[place]
+            full = not self._problem.holds(stage, blocks, in_flight)
             load = self._known[key] = full, times.forward + times.backward + once_s
         return load
 

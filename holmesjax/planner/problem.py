@@ -267,25 +267,15 @@ class Problem:
         """
         return self.stage(slot, settings, role).seconds(blocks, is_split)
 
-    def fits(
-        self,
-        slot: StageSlot,
-        settings: StepSettings,
-        role: Role,
-        blocks: Counts,
-        in_flight: InFlight,
-    ) -> bool:
+    def holds(self, stage: PricedStage, blocks: Counts, in_flight: InFlight) -> bool:
         """Whether the memory of each device holds its share of a stage.
 
         Args:
-          slot: devices of the stage and their mesh.
-          settings: microbatches and checkpointing of a step.
-          role: whether the stage holds the embedding or the head.
+          stage: without its layers.
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
         """
-        num_bytes = self.stage(slot, settings, role).memory_bytes(blocks, in_flight)
-        return num_bytes <= self.usable_bytes(slot.pool)
+        return stage.memory_bytes(blocks, in_flight) <= self.usable_bytes(stage.slot.pool)
 
     def usable_bytes(self, pool_index: int) -> float:
         """Bytes that a stage may fill on each device of a pool."""

@@ -184,7 +184,7 @@ class _AssignmentCosts:
         problem, order, settings = self._problem, self._order, self._settings
         blocks, is_split = add(chunks), order.splits_backward
         in_flight = problem.in_flight(order, place, sum(blocks))
-        if stage.memory_bytes(blocks, in_flight) > problem.usable_bytes(stage.slot.pool):
+        if not problem.holds(stage, blocks, in_flight):
             return None
         whole = stage.seconds(blocks, is_split)
         once_s = whole.reduce, whole.gather, whole.update
