@@ -116,10 +116,8 @@ class Offers:
 
     def most(self, limit_s: float, depth: int, crosses: bool) -> np.ndarray:
         """The load that a stage can hold, [meshes], with so many microbatches in flight."""
-        in_time = (limit_s - self.fixed_load_s) / self.layer_load_s * (1 + 1e-9)
-        most = np.floor(np.minimum(in_time, self.room.load(depth)))
-        most = np.where(most >= self.least, most, 0)
-        return np.where(self.way_s <= limit_s, most, 0) if crosses else most
+        bounds = self.fixed_load_s, self.layer_load_s, self.room.load(depth), self.least
+        return _most_load(limit_s, *bounds, self.way_s * crosses)
 
     def counted(self, count: int) -> "Offers":
         """Returns these offers with exactly `count` stages."""
@@ -130,6 +128,22 @@ class Offers:
     def alone(self) -> "Offers":
         """Returns these offers without the load that comes once in a step."""
         return replace(self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s)
+
+
+def _most_load(
+    limit_s: float,
+    fixed_s: np.ndarray,
+    layer_s: np.ndarray,
+    room: np.ndarray,
+    least: int | np.ndarray,
+    way_s: np.ndarray,
+) -> np.ndarray:
+    """The load that stages can hold in their time and their memory, arrays of one shape.
+
+    It is none where it would be less than a layer, or where a microbatch does not come in time.
+    """
+    most = np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))
+    return np.where((most >= least) & (way_s <= limit_s), most, 0)
 
 
 def make_offers(problem: Problem, settings: StepSettings) -> dict[int, Offers]:
@@ -221,8 +235,7 @@ class Choice(NamedTuple):
         load, largest = ranges.load, max(ranges.loads)
 
         def holds(limit_s: float) -> bool:
-            most = np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))
-            most = np.where((most >= least) & (way_s <= limit_s), most, 0)
+            most = _most_load(limit_s, fixed_s, layer_s, room, least, way_s)
             together = np.maximum.reduceat(most_stages * most, starts).sum()
             return bool(together >= load and most.max() >= largest)
 

@@ -127,8 +127,8 @@ PLANS = (
     Bug(
         name="bound-too-high",
         module="holmesjax.planner.shortlist",
-        old="np.floor(np.minimum(in_time, self.room.load(depth)))",
-        new="np.floor(np.minimum(in_time, self.room.load(depth))) - 1",
+        old="np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))",
+        new="np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room)) - 1",
         wrong="stages count as holding a layer less than they can: good plans are left out unseen",
         tests=("tests/planner/test_search.py::test_no_plan_is_faster[a slow one]",),
     ),
