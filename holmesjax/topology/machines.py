@@ -250,9 +250,9 @@ class Topology:
     def pipes(self) -> list[Pipe]:
         """All capacities, one entry each way: of links, and those that several links share."""
         measured = self.measured.capacities if self.measured else {}
-        found = []
-        for ways in sorted({*self._nominal_capacities(), *measured}):
-            rate = self._nominal_capacities().get(ways, math.inf)
+        found, nominal = [], self._nominal_capacities()
+        for ways in sorted({*nominal, *measured}):
+            rate = nominal.get(ways, math.inf)
             reached = rate * min(FABRICS[self.links[way].fabric].reached for way in ways)
             if ways in measured:
                 rate = reached = measured[ways]
