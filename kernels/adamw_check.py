@@ -116,10 +116,10 @@ def _inputs(case: UpdateCase) -> tuple[list[Leaf], list[jax.Array], jax.Array]:
     for number, shape in enumerate(case.shapes):
         drawn = np.random.default_rng(number).standard_normal((4, *shape)).astype(np.float32)
         parameter, mu, nu, gradient = map(jnp.asarray, drawn)
-        bits = moments.noise(moments.positions(shape), jnp.uint32(number))
+        noise = moments.noise(moments.positions(shape), jnp.uint32(number))
         both = [
-            moments.narrow(x, moments.zero_moment(shape, case.kept, which), bit, which)
-            for x, bit, which in zip((mu, nu * nu), bits, MOMENTS.values(), strict=True)
+            moments.narrow(x, moments.zero_moment(shape, case.kept, which), bits, which)
+            for x, bits, which in zip((mu, nu * nu), noise, MOMENTS.values(), strict=True)
         ]
         leaves.append(Leaf(parameter.astype(case.parameter), *both))
         gradients.append(gradient.astype(case.gradient))

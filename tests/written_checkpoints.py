@@ -52,7 +52,7 @@ def write(run_dir, model=SMALL, name=None, steps=(10,), keep=2):
 def write_states(run_dir, model, chunks, steps, keep=2, states=()):
     """Checkpoints with the same states after each of these steps; random ones if none are given.
 
-    What is said of them, and a CheckpointError for the last.
+    Returns the lines that are said of them. Raises PeerError if the last cannot be written.
     """
     said = []
 

@@ -151,9 +151,9 @@ class Group:
     @cached_property
     def row(self) -> tuple[float, ...]:
         """Its numbers, as `Groups` has them; a search asks for the same groups over and over."""
-        kinds = [self.reached(kind) for kind in KINDS]
-        starts_s = (float(bandwidth_kind.start_s) for bandwidth_kind in kinds)
-        rates = (float(bandwidth_kind.bandwidth_bytes_per_s) for bandwidth_kind in kinds)
+        of_kinds = [self.reached(kind) for kind in KINDS]
+        starts_s = (float(reached.start_s) for reached in of_kinds)
+        rates = (float(reached.bandwidth_bytes_per_s) for reached in of_kinds)
         return (self.size, self.step_s, self.climb_s, *starts_s, *rates)
 
 

@@ -52,7 +52,7 @@ class _Squares(NamedTuple):
         return cls(Extent.of(by_data), Extent.of(whole))
 
     def times(self, number: int) -> "_Squares":
-        return _Squares(*(squares_number.times(number) for squares_number in self))
+        return _Squares(*(extent.times(number) for extent in self))
 
     @staticmethod
     def total(squares: Iterable["_Squares"]) -> "_Squares":

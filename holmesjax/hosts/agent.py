@@ -337,7 +337,7 @@ def _resolve(name: str) -> str | None:
 def _max_window_bytes() -> int | None:
     """Returns the smaller one of the largest buffers for sending and for receiving."""
     found = socket_buffers.limits()
-    return None if found is None else min(own.most for own in found)
+    return None if found is None else min(limit.most for limit in found)
 
 
 def _limit(which: int) -> int | None:

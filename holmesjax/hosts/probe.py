@@ -232,8 +232,8 @@ def capacities(
     """
     home = lambda way: (topology.cluster_of(way[0]).name, topology.cluster_of(way[1]).name)
     alone: dict[Way, list[float]] = {}
-    for way, own in speeds.items():
-        alone.setdefault(home(way), []).append(own.bandwidth_bytes_per_s)
+    for way, speed in speeds.items():
+        alone.setdefault(home(way), []).append(speed.bandwidth_bytes_per_s)
     found: dict[Ways, float] = {}
     steps = {step: tuple(sorted({home(way) for way in step})) for step in together}
     for step, ways in sorted(steps.items(), key=lambda item: len(item[1])):  # links come first
@@ -247,10 +247,10 @@ def capacities(
         }
         of_links = [
             min(
-                math.fsum(r for w, r in rates.items() if home(w) == own),
-                found.get((own,), math.inf),
+                math.fsum(r for w, r in rates.items() if home(w) == link),
+                found.get((link,), math.inf),
             )
-            for own in ways
+            for link in ways
         ]
         of_nodes = [
             min(math.fsum(mine), max(scale * _nic_rate(topology, node, step), *mine))

@@ -12,8 +12,8 @@ shaped where packets leave: at the node, and at its port of the bridge.
 
 A cluster's own fast addresses lead over `fast0`, all other addresses over `eth0`.
 
-What goes the ways of a pipe is led through a pair of interfaces with the capacity of the pipe, and
-then through those of the next pipe on its way, before the bridge sees it:
+A packet that goes a way of a pipe passes a pair of interfaces with the capacity of the pipe, and
+then those of the next pipe on its way, before the bridge sees it:
 
     n<node>-eth   in<pipe> ---- out<pipe>   in<pipe> ---- out<pipe>   br-eth
 

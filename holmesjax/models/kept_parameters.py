@@ -74,6 +74,6 @@ class _Pull:
     def __call__(self, *args: Any) -> tuple:
         *kept, params, dy = args
         made, held = iter(self._make(jax.tree.leaves(params))), iter(kept)
-        leaves = [next(made) if is_weight else next(held) for is_weight in self._again]
+        leaves = [next(made) if is_again else next(held) for is_again in self._again]
         gradients: tuple = jax.tree.unflatten(self._structure, leaves)(dy)
         return gradients

@@ -23,15 +23,15 @@ def tasks(plan: Plan) -> list[Record]:
     ]
     seconds = [stage.task_seconds for stage in plan.stages if stage.task_seconds is not None]
     finish_s = [simulation.finish_s(stage) for stage in range(len(seconds))]
-    reduced_s = [end_s + second.reduce_s for end_s, second in zip(finish_s, seconds, strict=True)]
-    for stage, second in enumerate(seconds):
-        if second.gather_s > 0:
-            records.append(_record(stage, "G", None, 0.0, second.gather_s))
-        if second.reduce_s > 0:
+    reduced_s = [end_s + task_s.reduce_s for end_s, task_s in zip(finish_s, seconds, strict=True)]
+    for stage, task_s in enumerate(seconds):
+        if task_s.gather_s > 0:
+            records.append(_record(stage, "G", None, 0.0, task_s.gather_s))
+        if task_s.reduce_s > 0:
             records.append(_record(stage, "R", None, finish_s[stage], reduced_s[stage]))
     start_s = max(reduced_s)
-    for stage, second in enumerate(seconds):
-        records.append(_record(stage, "U", None, start_s, start_s + second.update_s))
+    for stage, task_s in enumerate(seconds):
+        records.append(_record(stage, "U", None, start_s, start_s + task_s.update_s))
     return records
 
 

@@ -274,11 +274,11 @@ def _refuse_missing_seconds(plan: Plan, where: str) -> None:
     for i, stage in enumerate(plan.stages):
         if (seconds := stage.task_seconds) is None:
             continue
-        chunks = seconds.forward_s, seconds.backward_s, seconds.weight_s
+        of_chunks = seconds.forward_s, seconds.backward_s, seconds.weight_s
         goes_on = i < len(plan.stages) - (plan.num_chunks == 1)
-        if {len(chunk) for chunk in chunks} != {plan.num_chunks} or len(seconds.transfer_s) != (
-            2 * goes_on
-        ):
+        if {len(times_s) for times_s in of_chunks} != {plan.num_chunks} or len(
+            seconds.transfer_s
+        ) != (2 * goes_on):
             problem = f"stages.{i}.task_seconds must have a number for each chunk, and both ways"
             raise _damaged(where, problem, seconds)
 

@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 from holmesjax.config import ParallelConfig
 from holmesjax.planner.layer_ranges import Counts, add, split_chunks
-from holmesjax.planner.problem import (
-    Assignment,
-    Problem,
-    Segment,
-    StageSlot,
-    roles,
-)
+from holmesjax.planner.problem import Assignment, Problem, Segment, StageSlot, roles
 from holmesjax.planner.shortlist import Listed
 from holmesjax.planner.stage_layouts import Role, StepSettings
 from holmesjax.planner.step_time import chunk_roles, stage_loads, transfer_times

@@ -68,7 +68,7 @@ class LayerRanges:
           num_chunks: of each stage.
         """
         if num_chunks == 1:
-            return [(own,) for own in self.ranges(layers)]
+            return [(counts,) for counts in self.ranges(layers)]
         shares = [split_chunks(n, num_chunks) for n in layers]
         found = self.ranges([share[chunk] for chunk in range(num_chunks) for share in shares])
         return [tuple(found[stage :: len(layers)]) for stage in range(len(layers))]
@@ -88,7 +88,7 @@ class LayerRanges:
     def load(self) -> int:
         """The load of all layers; their number if they are of one kind."""
         pairs = zip(block_counts(self._model), self.loads, strict=True)
-        return sum(count * count_of_kind for count, count_of_kind in pairs)
+        return sum(count * load for count, load in pairs)
 
     @cached_property
     def proportions(self) -> Counts:

@@ -372,10 +372,10 @@ class Problem:
     def _two_of_each(self, names: Sequence[str]) -> list[str]:
         found: dict[int, list[str]] = {}
         for name in names:
-            own = found.setdefault(self._node_kinds[name], [])
-            if len(own) < 2:
-                own.append(name)
-        return [name for own in found.values() for name in own]
+            alike = found.setdefault(self._node_kinds[name], [])
+            if len(alike) < 2:
+                alike.append(name)
+        return [name for alike in found.values() for name in alike]
 
     @cached_property
     def _node_kinds(self) -> dict[str, int]:

@@ -56,10 +56,10 @@ class _Placements:
         """Adds a mesh with the orders of its axes, the first of which is kept among equals."""
         most = math.factorial(len(AXES))
         costs, groups = np.zeros((most, len(AXES))), np.zeros((most, len(AXES)), int)
-        for order, own in enumerate(arranged):
+        for order, arrangement in enumerate(arranged):
             for place, axis in enumerate(AXES):
-                if (group := own.groups.get(axis)) is not None:
-                    costs[order, place] = own.s_per_byte[axis]
+                if (group := arrangement.groups.get(axis)) is not None:
+                    costs[order, place] = arrangement.s_per_byte[axis]
                     groups[order, place] = self._row(group)
         costs[len(arranged) :], groups[len(arranged) :] = costs[0], groups[0]  # as dear as it
         self._numbers[mesh] = len(self._costs)
@@ -264,7 +264,7 @@ class StageCosts:
     def _placements_of(self, pool: Pool, found: Sequence[MeshShape]) -> _Placements:
         """The placements of stages that have a pool, or one like it, for themselves."""
         if id(pool) not in self._placed:
-            like = (self._placed[id(own)] for own in self._pools if own.is_like(pool))
+            like = (self._placed[id(known)] for known in self._pools if known.is_like(pool))
             self._placed[id(pool)] = next(like, None) or _Placements()
             self._pools.append(pool)
         placed = self._placed[id(pool)]

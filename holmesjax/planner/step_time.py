@@ -193,7 +193,7 @@ class _AssignmentCosts:
         own_roles = chunk_roles(stage.role, len(chunks))
         each = [problem.stage(stage.slot, settings, role) for role in own_roles]
         both = zip(each, chunks, strict=True)
-        return _StageRow(once_s, [chunk.seconds(extent, is_split)[:3] for chunk, extent in both])
+        return _StageRow(once_s, [chunk.seconds(layers, is_split)[:3] for chunk, layers in both])
 
     def sending(self, assignment: Assignment) -> tuple[np.ndarray, float]:
         """Seconds to the next stage and back, [links, 2], and of tied tables."""

@@ -243,7 +243,7 @@ def _refuse_taken(names: Collection[str]) -> None:
 
 def _sum_by_link(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for count in counts:
-        for link, num_bytes in count.items():
+    for bytes_of in counts:
+        for link, num_bytes in bytes_of.items():
             found[link] = found.get(link, 0) + num_bytes
     return found

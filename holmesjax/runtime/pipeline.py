@@ -131,8 +131,7 @@ class Pipeline:
         """The values of all microbatches, in their order."""
         in_order = [flight.values[m] for m in sorted(flight.values)]
         return {
-            name: self._filled(tuple(metrics_of_chunk[name] for metrics_of_chunk in in_order))
-            for name in in_order[0]
+            name: self._filled(tuple(values[name] for values in in_order)) for name in in_order[0]
         }
 
     def _tasks_of(self, count: int) -> tuple[tuple[Task, ...], ...]:

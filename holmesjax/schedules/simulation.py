@@ -169,13 +169,14 @@ class Simulator:
         count, num_cases = len(self.tasks), task_s.shape[1]
         case, num_stages = np.arange(num_cases), len(self._last)
         ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
-        most = max(max(Counter(queue[:2] for queue in own).values(), default=0) for own in queues)
+        counts = (Counter(queue[:2] for queue in of_case) for of_case in queues)
+        most = max(max(count.values(), default=0) for count in counts)  # pipes of one link
         # By link, the last for what is sent to no other stage; -1: no queue.
         pipe = np.full((most, num_stages**2 + 1, num_cases), -1)
         hold_s, latency_s = np.zeros(pipe.shape), np.zeros(pipe.shape)
-        for k, tasks in enumerate(queues):
-            names, taken = list(dict.fromkeys(queue.pipe for queue in tasks)), Counter[int]()
-            for queue in tasks:
+        for k, of_case in enumerate(queues):
+            names, taken = list(dict.fromkeys(queue.pipe for queue in of_case)), Counter[int]()
+            for queue in of_case:
                 link = queue.source * num_stages + queue.target
                 at = taken[link], link, k
                 pipe[at], hold_s[at] = names.index(queue.pipe), queue.hold_s

@@ -50,11 +50,11 @@ def widen(sock: socket.socket, window_bytes: int) -> int | None:
     if (found := limits()) is None:
         return None
     granted = []
-    for option, own in zip((socket.SO_SNDBUF, socket.SO_RCVBUF), found, strict=True):
+    for option, limit in zip((socket.SO_SNDBUF, socket.SO_RCVBUF), found, strict=True):
         needed = OVERHEAD * window_bytes
-        if own.grown < min(needed, own.asked):
+        if limit.grown < min(needed, limit.asked):
             sock.setsockopt(socket.SOL_SOCKET, option, needed // 2)  # the kernel doubles it
             granted.append(sock.getsockopt(socket.SOL_SOCKET, option))
         else:
-            granted.append(own.grown)
+            granted.append(limit.grown)
     return min(granted) // OVERHEAD

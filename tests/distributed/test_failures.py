@@ -483,7 +483,7 @@ def stray(job: RunningJob, run_dir: Path, prefix: tuple[str, ...]):
 
 
 def words_of(process) -> str:
-    """What a process says on its way out; if it does not leave, where each of its threads is."""
+    """The last words of a process; one that does not leave fails the test with its stacks."""
     try:
         return process.communicate(timeout=90)[1]
     except subprocess.TimeoutExpired:
