@@ -34,6 +34,7 @@ limits of their own. `gpu_day_parts` has what each part measures, and `gpu_day_p
 import argparse
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ def _part(
     return DayPart(name, limit_s, f"benchmarks.gpu_day_parts:{function}", argument, needs_s)
 
 
-def _checks(library: str, cases: list[Row]) -> list[DayPart]:
+def _checks(library: str, cases: Iterable[tuple[Any, Any]], limit_s: float = 110) -> list[DayPart]:
     name, function = f"values of {library}", f"values_of_{library.lower()}"
-    parts = [_part(f"{name} {n}", 110, function, case, 40) for n, case in enumerate(cases)]
+    parts = [_part(f"{name} {which}", limit_s, function, case, 40) for which, case in cases]
     return [part._replace(is_check=True) for part in parts]
 
 
@@ -71,7 +72,7 @@ PARTS = [
     _part("machine", 90, "machine"),
     _part("pipeline", 240, "pipeline", needs_s=60),
     _training("3.6B", 120),
-    *(_part(f"values of AdamW in {x}", 110, "values_of_adamw", x, 40) for x in FORMATS),
+    *_checks("AdamW", [(f"in {x}", x) for x in FORMATS], limit_s=180),
     _part("adamw", 180, "lines_of", "adamw", 60),
     _part("cross-entropy", 90, "lines_of", "cross_entropy", 30),
     _training("1.3B-fp8", 70),
@@ -79,8 +80,8 @@ PARTS = [
     _part("profile", 300, "profile", needs_s=60),
     _part("quickstart", 240, "quickstart", needs_s=40),
     *(_part(f"tiles {n}", 60, "tiles", x, 30) for n, x in enumerate(TILES)),
-    *_checks("cuDNN", CUDNN),
-    *_checks("Pallas", PALLAS),
+    *_checks("cuDNN", enumerate(CUDNN)),
+    *_checks("Pallas", enumerate(PALLAS)),
     _part("doctor", 120, "doctor", needs_s=40),
     _training("1.3B", 70),
     *(_speed("ours", "Pallas", n) for n in LENGTHS),

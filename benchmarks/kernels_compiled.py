@@ -10,8 +10,9 @@ them, it would look for a GPU in every program.
     one by one  whether the compiler has each of them wait for the one before
 
 Ends with 1 if a kernel does not compile, spills more than 64 bytes, multiplies the slow way, or one
-product at a time, or if an optimizer's needs memory for a second copy of an array. A kernel that
-does none of this can still be wrong or slow: only a GPU tells.
+product at a time, or if an optimizer's needs memory for a second copy of an array, or has an
+instruction that does not round each operation by itself. A kernel that does none of this can still
+be wrong or slow: only a GPU tells.
 """
 
 import argparse
@@ -53,6 +54,9 @@ FOLDER = ROOT / f".cuda-{version('jax')}"
 COMPILER = ["nvidia-cuda-nvcc==13.1.*", "nvidia-nvvm==13.1.*"]
 
 ONE_BY_ONE = "wgmma.mma_async instructions are serialized"
+
+# PTX that joins a product and a sum, or allows the assembler to, or that is off by a unit.
+UNROUNDED = re.compile(r"\b(?:fma\.\w+\.f32|mul\.f32|div\.(?:full|approx)\.|sqrt\.approx\.)")
 
 # The lines that Mosaic prints of a kernel. JAX before 0.11 has another name for one that is given
 # arrays to change.
@@ -229,6 +233,7 @@ def kernels_in(printed: str) -> dict[str, dict[str, int]]:
             "spilled": stores + loads,
             "wgmma": said.count("wgmma.mma_async.sync"),
             "one_by_one": ONE_BY_ONE in said,
+            "unrounded": len(UNROUNDED.findall(said)),
         }
         end = match.end()
     return found
@@ -255,6 +260,7 @@ def is_good(line: dict[str, Any]) -> bool:
     configuration, kernels = CONFIGURATIONS[line["number"]], line["kernels"].values()
     if isinstance(configuration, AdamW):  # multiplies nothing, and keeps no second copy of an array
         slow = line["temporary_bytes"] > MOST_TEMPORARY
+        slow |= any(kernel["unrounded"] for kernel in kernels)
     else:
         slow = any(not kernel["wgmma"] or kernel["one_by_one"] for kernel in kernels)
     spills = any(kernel["spilled"] > MOST_SPILLED for kernel in kernels)

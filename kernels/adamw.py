@@ -130,12 +130,14 @@ def formula(
       by: the operations.
     """
     scale, learning_rate, correction1, correction2 = numbers
-    g = gradient.astype(jnp.float32) * scale
-    mu = h.beta1 * mu + (1.0 - h.beta1) * g
-    nu = h.beta2 * nu + (1.0 - h.beta2) * (g * g)
-    change = mu * correction1 / (by.sqrt(nu * correction2) + h.epsilon)
-    change = change + h.weight_decay * parameter
-    return parameter - learning_rate * change, mu, nu
+    times = by.times
+    g = times(gradient.astype(jnp.float32), scale)
+    mu = times(mu, h.beta1) + times(g, 1.0 - h.beta1)
+    nu = times(nu, h.beta2) + times(times(g, g), 1.0 - h.beta2)
+    root = by.sqrt(times(nu, correction2))
+    change = by.over(times(mu, correction1), root + h.epsilon)
+    change = change + times(parameter, h.weight_decay)
+    return parameter - times(change, learning_rate), mu, nu
 
 
 # Parameters of one shape, whose seeds are not static, share one trace.

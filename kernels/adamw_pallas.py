@@ -9,10 +9,12 @@ once and written once, and a step that does not apply moves nothing.
     turned        a gradient that lies with its dims exchanged is copied by tiles, and turned as
                   threads read them; also one of several matrices, and of dims that join to a matrix
 
-Operations are those of the reference, and each is to round by itself: Mosaic asks for no fused
-multiply-add and no fast division, and the square root is the instruction that rounds. So the bits
-are those of the reference, operation by operation; `adamw_check` tells whether they are on a GPU.
-XLA, which fuses, may differ from both in the last bit.
+Operations are those of the reference, and each rounds by itself. Mosaic lets compilers join a
+product and a sum into one instruction, which rounds once, and divides with `div.full`, which is off
+by up to two units (on an H200, one byte in sixty differed). So products, quotients and square roots
+are PTX instructions that round to the nearest, and that nothing may join. The bits are those of the
+reference, operation by operation; `adamw_check` tells whether they are on a GPU. XLA, which fuses,
+may differ from both in the last bit.
 """
 
 import functools
@@ -376,8 +378,11 @@ def _kernel(
         plgpu.barrier_wait(came)
         numbers = factors_ref[0], own_ref[which, 0], factors_ref[2], factors_ref[3]
         h = told.h._replace(weight_decay=own_ref[which, 1])
-        root = jnp.sqrt if interpret else functools.partial(_sqrt, told.layout)
-        by = moments.Operations(root, functools.partial(_of_runs, told.layout))
+        by = moments.Operations(of_blocks=functools.partial(_of_runs, told.layout))
+        if not interpret:
+            rounded = functools.partial(_rounded, told.layout)
+            names = {"times": "mul.rn.f32", "over": "div.rn.f32", "sqrt": "sqrt.rn.f32"}
+            by = by._replace(**{name: functools.partial(rounded, x) for name, x in names.items()})
         gradient_ref = shared["gradient"]
         gradient = load(turned(gradient_ref) if told.is_turned else gradient_ref, told.layout)
         parameter = load(shared["parameter"], told.layout).astype(jnp.float32)
@@ -516,10 +521,15 @@ def _of_runs(layout: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return plgpu.layout_cast(moments.of_blocks(x, shape), layout)
 
 
-def _sqrt(layout: Any, x: jax.Array) -> jax.Array:
-    """The square root, rounded to the nearest number. JAX 0.10 has none in its kernels."""
-    lifted = fragmented_array.FragmentedArray._lift_fast_instr("sqrt.rn.f32")
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
-    inline = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    root: jax.Array = inline(lambda _, x: x._pointwise(lifted))(x)
-    return root
+def _rounded(layout: Any, instruction: str, *args: Any) -> jax.Array:
+    """What a PTX instruction makes of each number of tiles, or of a tile and a number."""
+    shape = args[0].shape
+    tiles = [
+        x if jnp.shape(x) else plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+        for x in args
+    ]
+    lifted = fragmented_array.FragmentedArray._lift_fast_instr(instruction)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=layout)
+    inline = plgpu.inline_mgpu(arg_types=(layout,) * len(tiles), return_type=result)
+    found: jax.Array = inline(lambda _, x, *others: x._pointwise(lifted, *others))(*tiles)
+    return found

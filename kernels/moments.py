@@ -20,6 +20,7 @@ moment above zero never becomes zero.
 Blocks: Dettmers et al., arXiv:2110.02861. Why no zeros: Li et al., arXiv:2309.01507.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -91,8 +92,14 @@ def of_blocks(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 class Operations(NamedTuple):
-    """The operations that a kernel writes in its own way."""
+    """The operations that a kernel writes in its own way.
 
+    A compiler of kernels may join a product and a sum into one instruction, which rounds once, and
+    divide faster than exactly.
+    """
+
+    times: Callable[[Any, Any], Any] = operator.mul  # the second may be a number
+    over: Callable[[Any, Any], Any] = operator.truediv
     sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt
     of_blocks: Callable[[jax.Array, Sequence[int]], jax.Array] = of_blocks
 
@@ -104,14 +111,15 @@ def decode(codes: jax.Array, scales: jax.Array, which: Which, by: Operations = P
     """float32 numbers of codes [..., BLOCK] with scales [...]."""
     c, scales = codes.astype(jnp.float32), by.of_blocks(scales, codes.shape)
     if which == "first":
-        c = c * (1 / MOST[which])
-        return scales * (c * jnp.abs(c))
-    return scales * _size((c + OFFSET) * (1 / MOST[which]), which)
+        c = by.times(c, 1 / MOST[which])
+        return by.times(scales, by.times(c, jnp.abs(c)))
+    return by.times(scales, _size(by.times(c + OFFSET, 1 / MOST[which]), which, by))
 
 
-def _size(c: Any, which: Which) -> Any:
+def _size(c: Any, which: Which, by: Operations = PLAIN) -> Any:
     """The value of a code above zero: its square, or its fourth power."""
-    return c * c if which == "first" else (c * c) * (c * c)
+    square = by.times(c, c)
+    return square if which == "first" else by.times(square, square)
 
 
 def encode(
@@ -120,13 +128,13 @@ def encode(
     """Codes and scales of float32 numbers [..., BLOCK], rounded by 16 random bits of each."""
     size, most = jnp.abs(x), MOST[which]
     scales = jnp.max(size, axis=-1)
-    share = size / by.of_blocks(jnp.where(scales > 0, scales, 1.0), x.shape)
+    share = by.over(size, by.of_blocks(jnp.where(scales > 0, scales, 1.0), x.shape))
     root = by.sqrt(share) if which == "first" else by.sqrt(by.sqrt(share))
     # Nothing is below zero, so this rounds down; a kernel has no `floor`.
-    low = jnp.minimum((root * most).astype(jnp.int32), most - 1).astype(jnp.float32)
-    start, end = _size(low, which), _size(low + 1, which)
-    draw = (bits.astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-16
-    is_up = draw * (end - start) < share * _size(float(most), which) - start
+    low = jnp.minimum(by.times(root, most).astype(jnp.int32), most - 1).astype(jnp.float32)
+    start, end = _size(low, which, by), _size(low + 1, which, by)
+    draw = by.times(bits.astype(jnp.int32).astype(jnp.float32) + 0.5, 2.0**-16)
+    is_up = by.times(draw, end - start) < by.times(share, _size(float(most), which)) - start
     code = jnp.where(is_up, low + 1, low)
     if which == "first":
         code = jnp.where(x < 0, -code, code)

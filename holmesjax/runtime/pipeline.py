@@ -197,18 +197,27 @@ class Pipeline:
             waiting[s].remove(task)
             v, m = self._chunk(s, task), task.microbatch
             arrived: jax.Array | None = None
+            offered: Key | None = None
             if task.kind == "F":
                 arrived, out = self._forward(s, task, flights[v], inputs.microbatches[v][m])
                 if v == self._last:
                     losses[m] = out
+                else:
+                    offered = Key(f"F{v}", self._round, m)
                 num_forwards -= 1
             elif task.kind == "B":
                 arrived, out = self._backward(s, task, flights[v], weights.get(v))
+                offered = Key(f"B{v}", self._round, m) if v else None
             else:
                 out = self._weight_gradient(v, m, flights[v])
             self._in_flight[s].add(out)
+            # Before the offer: the copy to the host that it starts can wait for the task's end.
             if timeline is not None:
                 timeline.watch(s, task.kind, m, arrived, out)
+            if offered:
+                self._transport.offer(offered, out)
+            if task.kind != "F":
+                self._reduce(v, flights[v])
             if task.kind == "F" and not num_forwards:
                 nearly()
 
@@ -287,8 +296,6 @@ class Pipeline:
         flight.has_begun = True
         if flight.gradients is not None:  # a backward will follow
             flight.saved[task.microbatch] = saved
-        if v < self._last:
-            self._transport.offer(Key(f"F{v}", self._round, task.microbatch), out)
         return x_BLD, out
 
     def _backward(
@@ -309,9 +316,6 @@ class Pipeline:
             flight.gradients, dx = programs.add_gradients(
                 "backward", *args, is_last=not flight.left
             )
-        if v > 0:
-            self._transport.offer(Key(f"B{v}", self._round, m), dx)
-        self._reduce(v, flight)
         return dy, dx
 
     def _reduce(self, v: int, flight: _Flight) -> None:
@@ -326,7 +330,6 @@ class Pipeline:
         flight.gradients, done = self._programs[v].add_gradients(
             "weight_gradient", *args, is_last=not flight.left
         )
-        self._reduce(v, flight)
         return done
 
     # ---- the end of a step ---------------------------------------------------------------------
