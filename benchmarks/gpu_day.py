@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day_parts import CUDNN, PALLAS, TILES
-from benchmarks.gpu_day_processes import NAME, DayPart, Row, has_ended, report, run_parts
+from benchmarks.gpu_day_processes import NAME, DayPart, has_ended, report, run_parts
 
 FORMATS = ("float32", "bfloat16", "int8")  # of moments
 LENGTHS = (4096, 8192, 16384)

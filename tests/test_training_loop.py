@@ -113,7 +113,7 @@ def test_steps_whose_ends_are_seen_at_once_share_their_time(monkeypatch):
 
         def train_step(self, states, batch, timeline, meanwhile):
             nonlocal now_s
-            timeline.watch(0, "S", None, None, results[self.step])
+            timeline.watch(0, "S", None, timeline.begin(0), results[self.step])
             self.step += 1
             now_s, num_ended = moments.get(self.step, (now_s, 0))
             for result in results[:num_ended]:

@@ -196,24 +196,26 @@ class Pipeline:
             nonlocal num_forwards
             waiting[s].remove(task)
             v, m = self._chunk(s, task), task.microbatch
-            arrived: jax.Array | None = None
+            key = self._input(s, task)
+            arrived = self._transport.fetch(key) if key else None
+            ready = None if timeline is None else timeline.begin(s, arrived)
             offered: Key | None = None
             if task.kind == "F":
-                arrived, out = self._forward(s, task, flights[v], inputs.microbatches[v][m])
+                out = self._forward(v, m, flights[v], arrived, inputs.microbatches[v][m])
                 if v == self._last:
                     losses[m] = out
                 else:
                     offered = Key(f"F{v}", self._round, m)
                 num_forwards -= 1
             elif task.kind == "B":
-                arrived, out = self._backward(s, task, flights[v], weights.get(v))
+                out = self._backward(v, m, flights[v], arrived, weights.get(v))
                 offered = Key(f"B{v}", self._round, m) if v else None
             else:
                 out = self._weight_gradient(v, m, flights[v])
             self._in_flight[s].add(out)
             # Before the offer: the copy to the host that it starts can wait for the task's end.
-            if timeline is not None:
-                timeline.watch(s, task.kind, m, arrived, out)
+            if timeline is not None and ready is not None:
+                timeline.watch(s, task.kind, m, ready, out)
             if offered:
                 self._transport.offer(offered, out)
             if task.kind != "F":
@@ -283,28 +285,30 @@ class Pipeline:
         self._waits_for("")
 
     def _forward(
-        self, s: int, task: Task, flight: _Flight, batch: Batch
-    ) -> tuple[jax.Array | None, jax.Array]:
-        """Returns the array that the task waits for, and a result of it."""
-        v, key = self._chunk(s, task), self._input(s, task)
-        x_BLD = self._transport.fetch(key) if key else None
+        self, v: int, m: int, flight: _Flight, x_BLD: jax.Array | None, batch: Batch
+    ) -> jax.Array:
+        """Returns the boundary that goes out, or the losses."""
         self._gather(v, flight)
         flight.replicas, out, values, saved = self._programs[v].forward(
             flight.fixed, flight.replicas, x_BLD, batch, is_first=not flight.has_begun
         )
-        flight.values[task.microbatch] = values
+        flight.values[m] = values
         flight.has_begun = True
         if flight.gradients is not None:  # a backward will follow
-            flight.saved[task.microbatch] = saved
-        return x_BLD, out
+            flight.saved[m] = saved
+        return out
 
     def _backward(
-        self, s: int, task: Task, flight: _Flight, weight: jax.Array | None
-    ) -> tuple[jax.Array | None, jax.Array]:
-        """Returns the array that the task waits for, and a result of it."""
-        v, m, key = self._chunk(s, task), task.microbatch, self._input(s, task)
+        self,
+        v: int,
+        m: int,
+        flight: _Flight,
+        dy_BLD: jax.Array | None,
+        weight: jax.Array | None,
+    ) -> jax.Array:
+        """Returns the gradient of the boundary that came in."""
         programs, saved = self._programs[v], flight.saved.pop(m)
-        dy = self._transport.fetch(key) if key else weight
+        dy = weight if dy_BLD is None else dy_BLD
         cotangents = dy, weight if programs.chunk.has_auxiliary_losses else None
         held = flight.fixed, flight.replicas, saved
         if programs.is_split:
@@ -316,7 +320,7 @@ class Pipeline:
             flight.gradients, dx = programs.add_gradients(
                 "backward", *args, is_last=not flight.left
             )
-        return dy, dx
+        return dx
 
     def _reduce(self, v: int, flight: _Flight) -> None:
         """After the last task that adds to the gradients."""
@@ -361,8 +365,9 @@ class Pipeline:
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
             s = self._plan.chunks[v][0]
             sums_MR = sums_of_layers(programs.chunk, self._by_name(flights[v]))
+            ready = timeline.begin(s)
             state, metrics = programs["update"](state, reduced[v], norms[s], sums_MR)
-            timeline.watch(s, "U", None, None, metrics["grad_norm"])
+            timeline.watch(s, "U", None, ready, metrics["grad_norm"])
             new_states.append(state)
         if loss is not None:
             metrics["loss"] = loss

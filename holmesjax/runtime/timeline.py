@@ -47,13 +47,29 @@ class Clock:
         for thread in self._threads:
             thread.shutdown()
 
-    def wait(
+    def begin(self, stage: int, arrived: Awaitable | None) -> "Future[float]":
+        """When a task can start that is dispatched next, once it can.
+
+        Args:
+          stage: the number of the stage.
+          arrived: the array that the task waits for; None: all is here.
+        """
+        dispatched_s = time.perf_counter()
+
+        def run() -> float:
+            if arrived is None:
+                return dispatched_s
+            arrived.block_until_ready()
+            return max(dispatched_s, time.perf_counter())
+
+        return self._threads[stage].submit(run)
+
+    def end(
         self,
         stage: int,
         kind: str,
         microbatch: int | None,
-        dispatched_s: float,
-        arrived: Awaitable | None,
+        ready: "Future[float]",
         done: Awaitable,
     ) -> "Future[Interval]":
         """The interval of a task, once the task has ended.
@@ -62,20 +78,14 @@ class Clock:
           stage: the number of the stage.
           kind: as in `Interval`.
           microbatch: None for a task of the whole step.
-          dispatched_s: when the host dispatched the task.
-          arrived: the array that the task waits for; None: all is here.
+          ready: from `begin`.
           done: a result of the task.
         """
 
         def run() -> Interval:
-            if arrived is not None:
-                arrived.block_until_ready()
-                ready_s = max(dispatched_s, time.perf_counter())
-            else:
-                ready_s = dispatched_s
             done.block_until_ready()
             end_s = time.perf_counter()
-            start_s = min(max(self._last_end_s[stage], ready_s), end_s)
+            start_s = min(max(self._last_end_s[stage], ready.result()), end_s)
             self._last_end_s[stage] = end_s
             return Interval(stage, kind, microbatch, start_s, end_s)
 
@@ -90,12 +100,21 @@ class Timeline:
         self._futures: list[Future[Interval]] = []
         self._last: list[tuple[float, Awaitable]] = []  # tasks of the whole step, with their times
 
+    def begin(self, stage: int, arrived: Awaitable | None = None) -> "Future[float]":
+        """Notes a task before it is dispatched: its call may return only when it has ended.
+
+        Args:
+          stage: the number of the stage.
+          arrived: the array that the task waits for; None: all is here.
+        """
+        return self._clock.begin(stage, arrived)
+
     def watch(
         self,
         stage: int,
         kind: str,
         microbatch: int | None,
-        arrived: Awaitable | None,
+        ready: "Future[float]",
         done: Awaitable,
     ) -> None:
         """Notes a task that was just dispatched.
@@ -104,14 +123,12 @@ class Timeline:
           stage: the number of the stage.
           kind: as in `Interval`.
           microbatch: None for a task of the whole step.
-          arrived: the array that the task waits for; None: all is here.
+          ready: from `begin`.
           done: a result of the task.
         """
-        now_s = time.perf_counter()
-        future = self._clock.wait(stage, kind, microbatch, now_s, arrived, done)
-        self._futures.append(future)
+        self._futures.append(self._clock.end(stage, kind, microbatch, ready, done))
         if microbatch is None:
-            self._last.append((now_s, done))
+            self._last.append((time.perf_counter(), done))
 
     def intervals(self) -> list[Interval]:
         """All tasks, once they have ended, by `time.perf_counter`."""

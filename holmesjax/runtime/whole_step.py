@@ -38,8 +38,9 @@ class WholeStep:
             np.float32(1.0 / max(inputs.num_targets, 1)), sharding.replicated(chunk.mesh)
         )
         [batch_M] = inputs.microbatches[chunk.index]
+        ready = timeline.begin(0)
         state, metrics = self._programs["step"](states[0], batch_M, weight)
-        timeline.watch(0, "S", None, None, metrics["loss"])
+        timeline.watch(0, "S", None, ready, metrics["loss"])
         meanwhile.nearly()
         meanwhile.idle()
         return [state], metrics

@@ -284,9 +284,12 @@ class Watched:
     def __init__(self):
         self.arrays, self.tasks = [], []
 
-    def watch(self, stage, kind, microbatch, arrived, done):
+    def begin(self, stage, arrived=None):
+        return arrived
+
+    def watch(self, stage, kind, microbatch, ready, done):
         self.tasks.append((stage, kind, microbatch))
-        self.arrays += [(kind, x) for x in (arrived, done) if x is not None]
+        self.arrays += [(kind, x) for x in (ready, done) if x is not None]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

@@ -32,9 +32,12 @@ def test_a_task_starts_when_its_stage_is_free_and_its_input_has_arrived(monkeypa
     monkeypatch.setattr(timelines, "time", SimpleNamespace(perf_counter=lambda: times.now_s))
     with Clock(2) as clock:
         timeline = clock.timeline()
-        timeline.watch(0, "F", 0, None, later(12.0))
-        timeline.watch(0, "F", 1, None, later(14.0))  # not when it was dispatched
-        timeline.watch(1, "F", 0, later(13.0), later(15.0))
+        first, second = timeline.begin(0), timeline.begin(0)
+        third = timeline.begin(1, later(13.0))
+        times.now_s = 11.9  # a call may return only when its task has nearly ended
+        timeline.watch(0, "F", 0, first, later(12.0))
+        timeline.watch(0, "F", 1, second, later(14.0))  # starts not when it was dispatched
+        timeline.watch(1, "F", 0, third, later(15.0))
         assert timeline.intervals() == [
             (0, "F", 0, 10.0, 12.0),
             (0, "F", 1, 12.0, 14.0),
