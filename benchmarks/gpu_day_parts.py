@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day_processes import Row
+from holmesjax import xla_flags
 from holmesjax.config import CHECKOUT
 
 REPEATS = 30
@@ -318,11 +320,18 @@ def pipeline(_: None, rehearse: bool) -> Iterator[Row]:
     """
     small = {"layers": 4, "width": 64, "context": 32, "steps": 3, "dtype": "float32"}
     sizes = small if rehearse else PIPELINE_SIZES
-    for stages, topology in ((1, ONE_DEVICE), (2, TWO_CLUSTERS), (4, FOUR_NODES)):
+    untracked = "" if rehearse else "--xla_gpu_execution_progress_tracking=0"
+    for stages, topology, flags in (
+        (2, TWO_CLUSTERS, ""),
+        (2, TWO_CLUSTERS, untracked),  # whether calls of programs return at once without it
+        (1, ONE_DEVICE, ""),
+        (4, FOUR_NODES, ""),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             run = _write(folder, PIPELINE, topology, rehearse, stages=stages, **sizes)
             command = ["train", run, "--launcher", "local"]  # it divides the device's memory
-            yield _launch(command) | {"what": f"a pipeline of {stages}"}
+            what = f"a pipeline of {stages}" + f", {flags}" * bool(flags)
+            yield _launch(command, flags=flags) | {"what": what}
 
 
 def _write(folder: str, run: str, topology: str, rehearse: bool, **sizes: Any) -> str:
@@ -337,12 +346,13 @@ def _write(folder: str, run: str, topology: str, rehearse: bool, **sizes: Any) -
     return str(path)
 
 
-def _launch(arguments: Sequence[str], shown: str = r"step +\d+/") -> Row:
+def _launch(arguments: Sequence[str], shown: str = r"step +\d+/", flags: str = "") -> Row:
     """A command of HolmesJAX, with the last line that begins as `shown` says."""
-    start_s = time.perf_counter()
+    start_s, own = time.perf_counter(), os.environ.get("XLA_FLAGS", "")
     done = subprocess.run(
         [sys.executable, "-m", "launch", *arguments],
         cwd=CHECKOUT,
+        env=os.environ | {"XLA_FLAGS": xla_flags.joined(own, flags)},
         capture_output=True,
         text=True,
     )

@@ -104,6 +104,7 @@ def check(case: UpdateCase, update: Callable, repeats: int = REPEATS) -> dict[st
         for name, part in {"parameter": 0, "first moment": 1, "second moment": 2}.items()
     }
     bad = [f"{share:.2g} of the {name}s differ" for name, share in differ.items() if share]
+    bad += _first_that_differs(results[0], want) if bad else []
     if any(_bits(result) != _bits(results[0]) for result in results):
         bad.append("the bits change from run to run")
     problem = f"{case.label}: {'; '.join(bad)}" if bad else None
@@ -134,6 +135,18 @@ def _share(got: Sequence[Leaf], want: Sequence[Leaf], part: int) -> float:
     )
     different = [one.view(np.uint8) != other.view(np.uint8) for one, other in pairs]
     return float(np.mean(np.concatenate([x.ravel() for x in different])))
+
+
+def _first_that_differs(got: Sequence[Leaf], want: Sequence[Leaf]) -> list[str]:
+    """The first array with a number that differs: its shape, how many do, and one of them."""
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        bits = [x.view(f"u{x.itemsize}") for x in (one, other)]
+        where = np.argwhere(bits[0] != bits[1])
+        if len(where):
+            place = tuple(where[0].tolist())
+            count = f"{len(where)} of {one.size} numbers of {one.dtype}{list(one.shape)}"
+            return [f"first {count}, at {list(place)} {one[place]} for {other[place]}"]
+    return []
 
 
 def _bits(leaves: Sequence[Leaf]) -> list[bytes]:

@@ -336,8 +336,8 @@ TRAINING = (
     Bug(
         name="rounded-to-the-nearest",
         module="kernels.moments",
-        old="is_up = draw * (end - start) < share * _size(float(most), which) - start",
-        new="is_up = 0.5 * (end - start) < share * _size(float(most), which) - start",
+        old="is_up = by.times(draw, end - start)",
+        new="is_up = by.times(end - start, 0.5)",
         wrong="moments are rounded to the nearest, and small changes are lost",
         tests=(
             "tests/kernels/test_moments.py::test_numbers_are_rounded_up_and_down_in_proportion",

@@ -285,11 +285,11 @@ class Watched:
         self.arrays, self.tasks = [], []
 
     def begin(self, stage, arrived=None):
-        return arrived
+        return [] if arrived is None else [arrived]
 
     def watch(self, stage, kind, microbatch, ready, done):
         self.tasks.append((stage, kind, microbatch))
-        self.arrays += [(kind, x) for x in (ready, done) if x is not None]
+        self.arrays += [(kind, x) for x in (*ready, done)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
