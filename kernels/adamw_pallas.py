@@ -522,7 +522,7 @@ def _of_runs(layout: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def _rounded(layout: Any, instruction: str, *args: Any) -> jax.Array:
-    """What a PTX instruction makes of each number of tiles, or of a tile and a number."""
+    """Applies a PTX instruction to each number of tiles; an argument may be one number."""
     shape = args[0].shape
     tiles = [
         x if jnp.shape(x) else plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
