@@ -23,6 +23,7 @@ AUTO = "auto"
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=MOST_S, allow_inf_nan=False, strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
+Encrypt = Literal["auto", "always", "never"]
 Checkpointing = Literal["none", "dots", "full"]
 Schedule = Annotated[str, schema.OneOf(SCHEDULES)]
 ClusterOfEachStage = Annotated[tuple[Text, ...], Field(min_length=1)]
@@ -102,6 +103,9 @@ class DistributedConfig:
     # Connections between two processes; more if that many do not reach all NICs, or do not fill a
     # long link with windows of 4 MiB.
     streams: Streams = 4
+    # Which connections of boundaries are encrypted, with TLS 1.3. auto: those between clusters,
+    # except on one machine. What processes tell the launcher is encrypted always.
+    encrypt: Encrypt = "auto"
     # Port of the first stage's coordinator; each further stage has the next port. 0: free ports.
     port: Port = 0
     # Seconds after which a silent process or link counts as lost, and the job ends.

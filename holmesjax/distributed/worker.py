@@ -323,6 +323,7 @@ class Worker:
             about=self._about,
             min_streams=self._config.streams,
             timeout_s=self._config.start_timeout_s,
+            encrypt=self._config.encrypt,
         )
         return TcpTransport(
             self._job.plan,

@@ -10,6 +10,7 @@ same of itself. If the process that does not call has lost a connection, it asks
 calls, and hangs up. A port that refuses tells both that the other process has died.
 """
 
+import ipaddress
 import itertools
 import secrets
 import threading
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from socket import socket
 from typing import Any
 
+from holmesjax.config.sections import Encrypt
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process, fabric_between
 from holmesjax.topology import windows
@@ -96,6 +98,24 @@ class Rendezvous:
     about: Mapping[str, Any]  # what must be equal at both ends of a connection, by name
     min_streams: int  # connections between two processes; more where that would not fill the link
     timeout_s: float  # for all to come
+    encrypt: Encrypt = "auto"  # which connections are encrypted
+
+    def encrypts(self, peer: Process, book: Mapping[int, Book]) -> bool:
+        """Whether the connections with a process are encrypted; both ends find the same.
+
+        `auto` means those between clusters, unless both processes are on this machine's loopback.
+
+        Args:
+          peer: the other process.
+          book: addresses of both processes, by their numbers.
+        """
+        if self.encrypt != "auto":
+            return self.encrypt == "always"
+        if peer.cluster == self.me.cluster:
+            return False
+        fabric = fabric_between(self.topology, self.me, peer)
+        ends = [_nics(book[end.number], end, fabric) for end in (self.me, peer)]
+        return not all(ipaddress.ip_address(nic[0]).is_loopback for end in ends for nic in end)
 
     def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
         """The number of connections with a process, over the network of their link.
@@ -146,6 +166,9 @@ class Meeting:
         self._rendezvous, self._book = rendezvous, book
         self._me, self._processes = rendezvous.me, rendezvous.processes
         self._digests, self._streams = digests, streams
+        self._plain = {
+            other for other in digests if not rendezvous.encrypts(self._processes[other], book)
+        }
         self._enter_connection, self._drop = enter, drop
         self._present: set[tuple[int, int]] = set()  # process and stream
         self._sessions: dict[int, str] = {}  # of the others
@@ -180,6 +203,7 @@ class Meeting:
                 expected=NeighbourHello,
                 check=self._check_caller,
                 enter=self._let_in,
+                may_be_plain=lambda hello: hello.process in self._plain,
                 num_callers=sum(self._streams.values()),
             )
             self._admissions.append(admission)
@@ -198,6 +222,7 @@ class Meeting:
                         where=between(me, peer),
                         timeout_s=max(deadline_s - time.monotonic(), 0.0),
                         source=source,
+                        encrypt=peer.number not in self._plain,
                     )
                 except PeerError as error:
                     error.peer = peer.number
@@ -370,7 +395,14 @@ class Meeting:
         )
         # No attempt takes long: the first packets of a connection are sent again ever later.
         deadline_s = time.monotonic() + min(left_s, CALL_S)
-        return connections.call(address, port, source=source, talk=talk, deadline_s=deadline_s)
+        return connections.call(
+            address,
+            port,
+            source=source,
+            talk=talk,
+            deadline_s=deadline_s,
+            encrypt=None if number in self._plain else self._rendezvous.key,
+        )
 
     def _call_again(
         self, number: int, stream: int, position: Position, left_s: float

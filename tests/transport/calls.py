@@ -22,7 +22,13 @@ DEADLINE_S = 60.0  # for what must come: a hang guard
 
 
 def call_at(
-    address, key=KEY, check=lambda hello: None, hello=GUEST, timeout_s=DEADLINE_S, source=None
+    address,
+    key=KEY,
+    check=lambda hello: None,
+    hello=GUEST,
+    timeout_s=DEADLINE_S,
+    source=None,
+    encrypt=True,
 ):
     return connections.connect(
         *address,
@@ -33,4 +39,5 @@ def call_at(
         where="a to b",
         timeout_s=timeout_s,
         source=source,
+        encrypt=encrypt,
     )

@@ -1,7 +1,6 @@
 """Connections are lost while both processes live: what crosses is the same, to the byte."""
 
 import contextlib
-import functools
 import random
 import re
 import socket
@@ -16,12 +15,11 @@ import numpy as np
 import pytest
 
 from holmesjax.errors import PeerError
-from holmesjax.transport import connections, frames, handshake
+from holmesjax.transport import connections, frames
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.outbox import Outbox, Position
-from holmesjax.transport.rendezvous import NeighbourHello
-from tests.two_stages import KEY, PLAN, make_crossing, start_pair, together
+from tests.two_stages import PLAN, make_crossing, start_pair, together
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
 
@@ -263,9 +261,7 @@ def test_a_process_that_has_started_again_does_not_take_the_place_of_the_old_one
     meeting = ends[1]._meeting
     meeting._hello = other = replace(meeting._hello, session="another")
     for admission in meeting._admissions:
-        admission._talk = functools.partial(
-            handshake.answer, KEY, other, NeighbourHello, meeting._check_caller
-        )
+        admission._hello = other
     channels_of(ends[0])[0].drop(ConnectionResetError("reset"))
     with pytest.raises(PeerError, match="the connection was lost"):
         cross(*ends, "F0", 0)
