@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from holmesjax.errors import PeerError
-from holmesjax.transport import connections, frames
+from holmesjax.transport import connections, frames, tls
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.outbox import Outbox, Position
@@ -71,10 +71,12 @@ class Breaker:
     """A proxy whose connections are lost, each after some bytes, with a reset to both ends.
 
     `lasts` gives the bytes of the next connection; None: it is not lost. One that is `mute` passes
-    nothing on, and is not closed.
+    nothing on, and is not closed. With `flips`, one bit is changed after these bytes, and all goes
+    on: a man in the middle.
     """
 
-    def __init__(self, address, lasts):
+    def __init__(self, address, lasts, flips=False):
+        self._flips = flips
         self._listener = connections.listen("127.0.0.1")
         self._address, self._lasts = address, lasts
         self.is_open = True
@@ -112,7 +114,12 @@ class Breaker:
             while data := source.recv(1 << 16):
                 if source in self.mute:
                     continue
-                if left[0] is not None:
+                if left[0] is not None and self._flips and 0 < left[0] <= len(data):
+                    data = bytearray(data)
+                    data[left[0] - 1] ^= 1 << left[0] % 8
+                    self.num_lost += 1
+                    left[0] = None
+                elif left[0] is not None:
                     data, left[0] = data[: left[0]], left[0] - len(data)
                 target.sendall(data)
                 if left[0] is not None and left[0] <= 0:
@@ -139,11 +146,11 @@ def breakers():
         breaker.close()
 
 
-def pair_through(breakers, crossings, lasts, **changes):
+def pair_through(breakers, crossings, lasts, flips=False, **changes):
     """Two transports; all connections between them go through a breaker."""
 
     def change(book):
-        breakers.append(Breaker(book[1]["ethernet"][0], lasts))
+        breakers.append(Breaker(book[1]["ethernet"][0], lasts, flips))
         return [book[0], {**book[1], "ethernet": [breakers[0].address]}]
 
     found = start_pair(PLAN, crossings, book_of=change, **changes)
@@ -156,9 +163,16 @@ def pair_through(breakers, crossings, lasts, **changes):
 SHAPES = [(1,), (3, 7), (1 << 8, 1 << 10), (5, 100_003)]  # of some bytes, 1 MiB and 2 MB
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(breakers, seed, monkeypatch):
-    """Both ways at once, with random sizes, over connections that last for random bytes."""
+@pytest.mark.parametrize("seed, flips", [(0, False), (1, False), (2, True), (3, True)])
+def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(
+    breakers, seed, flips, monkeypatch, capsys
+):
+    """Both ways at once, with random sizes, over connections that last for random bytes.
+
+    With `flips` they are encrypted, and end where a bit is changed on the way, or where the keys
+    have encrypted as much as they may.
+    """
+    monkeypatch.setattr(tls, "KEY_LIMIT_BYTES", 5_000_000)
     monkeypatch.setattr(frames, "MAX_KEPT_BYTES", 1 << 21)  # so that senders wait for room, too
     rng, contents = random.Random(seed), np.random.default_rng(seed)
     lasts = lambda: rng.choice([20_000, 700_000, 4_000_000]) + rng.randrange(1 << 16)
@@ -167,7 +181,8 @@ def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(breakers, 
         for i, shape in enumerate(SHAPES)
         for back in (False, True)
     ]
-    ends = pair_through(breakers, crossings, lasts, streams=3)
+    encrypt = "always" if flips else "never"
+    ends = pair_through(breakers, crossings, lasts, flips, streams=3, encrypt=encrypt)
     order = [rng.randrange(len(SHAPES)) for _ in range(30)]
     sent = {
         (name, m): contents.integers(0, 1 << 32, SHAPES[i], np.uint32)
@@ -192,6 +207,7 @@ def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(breakers, 
             if outcome is not None:
                 raise outcome
         assert breakers[0].num_lost >= 10
+        assert ("bytes were changed on the way" in capsys.readouterr().out) == flips
         breakers[0]._lasts = lambda: None
     finally:
         together(*(end.close for end in ends))
