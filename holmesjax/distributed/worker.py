@@ -286,7 +286,8 @@ class Worker:
         job, me = self._job, self._me
         kinds = domain.device_kinds(job, self._domain)
         platforms.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
-        devices = domain.join(me, self._domain, start.coordinator, self._config)
+        key = self._environment.key
+        devices = domain.join(me, self._domain, start.coordinator, self._config, key)
         if self._held_port is not None:
             self._held_port.close()
         # The first process of a domain alone writes, so it alone can tell that it does not.

@@ -17,7 +17,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from holmesjax.transport.handshake import WRONG_KEY
 FIRST_BYTE = b"\x16"  # of a TLS connection; a message begins with its length, which is less
 SKEW = datetime.timedelta(days=1)  # that the clocks of two hosts may be apart
 VALID = datetime.timedelta(days=7)
+ALWAYS = datetime.timedelta(days=36500)  # it is worth as much as the key, which ends with its job
 RENEW_S = 86400.0  # after which a process signs itself a new certificate
 CHUNK_BYTES = 256 << 10  # that are encrypted at once; the copies stay in the processor's cache
 FIRST_READ_BYTES = 4096  # a connection that is read in larger pieces gets more memory for them
@@ -63,22 +64,26 @@ class Authority:
         number = int.from_bytes(seed, "big") % (_ORDER - 1) + 1
         self._key = ec.derive_private_key(number, ec.SECP256R1())
         self._name = _name(f"HolmesJAX job {hashlib.sha256(seed).hexdigest()[:16]}")
-        self.certificate = self._sign(self._name, self._key.public_key(), is_authority=True)
+        self.certificate = self._sign(
+            self._name, self._key.public_key(), is_authority=True, valid=ALWAYS
+        )
 
     def issue(
         self,
         *,
-        names: Iterable[x509.GeneralName] = (),
+        uri: str | None = None,
         now: datetime.datetime | None = None,
+        valid: datetime.timedelta = VALID,
     ) -> bytes:
         """Returns a new private key with its certificate, as PEM.
 
         Args:
-          names: of the holder, for programs that compare them: addresses, say.
-          now: the begin of the certificate's life, which lasts a week; None: the present.
+          uri: names the holder, for programs that compare that.
+          now: the begin of the certificate's life; None: the present.
+          valid: how long it lasts.
         """
         own = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(_name("process"), own.public_key(), names=names, now=now)
+        certificate = self._sign(_name("process"), own.public_key(), uri=uri, now=now, valid=valid)
         pem = serialization.Encoding.PEM
         private = own.private_bytes(
             pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -96,8 +101,9 @@ class Authority:
         public: ec.EllipticCurvePublicKey,
         *,
         is_authority: bool = False,
-        names: Iterable[x509.GeneralName] = (),
+        uri: str | None = None,
         now: datetime.datetime | None = None,
+        valid: datetime.timedelta,
     ) -> x509.Certificate:
         begin = (now or datetime.datetime.now(datetime.UTC)) - SKEW
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -109,16 +115,16 @@ class Authority:
             .public_key(public)
             .serial_number(x509.random_serial_number())
             .not_valid_before(begin)
-            # The authority itself ends with the job: each process makes its certificate anew.
-            .not_valid_after(begin + SKEW + (3650 if is_authority else 1) * VALID)
+            .not_valid_after(begin + SKEW + valid)
             .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(own), False)
         )
         if not is_authority:
             builder = builder.add_extension(x509.ExtendedKeyUsage(usages), False)
-        if alternatives := list(names):
-            builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), False)
+        if uri is not None:
+            names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
+            builder = builder.add_extension(names, False)
         return builder.sign(self._key, hashes.SHA256())
 
 
@@ -145,25 +151,28 @@ def make_context(trusted: bytes, own: bytes, *, server_side: bool) -> ssl.SSLCon
     context.check_hostname = False  # the authority signs for this job alone
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=trusted.decode())
-    with _file_with(own) as path:  # `ssl` reads keys from files only
-        context.load_cert_chain(path)
+    with contextlib.closing(SecretFile(own)) as file:  # `ssl` reads keys from files only
+        context.load_cert_chain(file.path)
     if server_side:
         context.num_tickets = 0
     return context
 
 
-@contextlib.contextmanager
-def _file_with(data: bytes) -> Iterator[str]:
-    """Yields the path of a file that others cannot read, in memory where the system has such."""
-    if hasattr(os, "memfd_create"):
-        number = os.memfd_create("key")
-        with open(number, "wb", buffering=0) as file:
-            file.write(data)
-            yield f"/proc/self/fd/{number}"
-    else:
-        with tempfile.NamedTemporaryFile(buffering=0) as named:  # mode 0600
-            named.write(data)
-            yield named.name
+class SecretFile:
+    """A file that others cannot read, until it is closed; in memory where the system has such."""
+
+    def __init__(self, data: bytes):
+        self._file: Any
+        if hasattr(os, "memfd_create"):
+            number = os.memfd_create("holmesjax")
+            self._file, self.path = os.fdopen(number, "wb", 0), f"/proc/self/fd/{number}"
+        else:
+            self._file = tempfile.NamedTemporaryFile(buffering=0)  # noqa: SIM115 (mode 0600)
+            self.path = self._file.name
+        self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Who is let in over TLS, who is not, and what somebody between two ends can do."""
 
+import contextlib
 import datetime
 import queue
 import random
@@ -37,8 +38,8 @@ def caller_context(pem, trusted=None):
     context.check_hostname = False
     context.load_verify_locations(cadata=(trusted or tls.authority(KEY).pem).decode())
     if pem:
-        with tls._file_with(pem) as path:
-            context.load_cert_chain(path)
+        with contextlib.closing(tls.SecretFile(pem)) as file:
+            context.load_cert_chain(file.path)
     return context
 
 
