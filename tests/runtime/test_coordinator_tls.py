@@ -50,9 +50,9 @@ def test_the_coordinator_speaks_with_holders_of_the_key_only():
 
 
 def first_bytes(address, pem):
-    """What a coordinator says first, by HTTP/2, to a caller with this certificate; or in the clear.
+    """The first bytes that a coordinator says, over HTTP/2, to a caller with this certificate.
 
-    It waits until the coordinator listens.
+    Without one it calls in the clear. It waits until the coordinator listens.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

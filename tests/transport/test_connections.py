@@ -1,11 +1,8 @@
 """Connections let in who holds the key, and nobody else, however they try."""
 
 import itertools
-import json
 import os
-import queue
 import resource
-import socket
 import stat
 import struct
 import threading
@@ -17,10 +14,19 @@ import pytest
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.hosts import process_environment
 from holmesjax.transport import admission, connections, handshake, records
-from holmesjax.transport.admission import Admission
 from holmesjax.transport.handshake import WRONG_KEY
 from holmesjax.transport.records import Record
-from tests.transport.calls import DEADLINE_S, KEY, Named, call_at
+from tests.transport.calls import (
+    DEADLINE_S,
+    KEY,
+    Inn,
+    Named,
+    call_at,
+    frame,
+    read_frame,
+    rest_of,
+    still_opens,
+)
 
 
 @pytest.fixture
@@ -35,71 +41,11 @@ def impatience(patience, monkeypatch):
     monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
 
 
-class Inn:
-    """A admission, who came in, and what it warned of."""
-
-    def __init__(
-        self, check=lambda hello: None, key=KEY, sock=None, num_callers=1, may_be_plain=True
-    ):
-        self.entered, self.warnings = queue.Queue(), queue.Queue()
-        sock = sock or connections.listen("127.0.0.1")
-        self.address = connections.address_of(sock)
-        self.admission = Admission(
-            sock,
-            key=key,
-            hello=Named(name="inn"),
-            expected=Named,
-            check=check,
-            enter=self.entered.put,
-            may_be_plain=lambda hello: may_be_plain,
-            num_callers=num_callers,
-            warn=self.warnings.put,
-        )
-
-    def call(self, **options):
-        return call_at(self.address, **options)
-
-    def stranger(self):
-        sock = socket.create_connection(self.address)
-        sock.settimeout(DEADLINE_S)
-        return sock
-
-
 @pytest.fixture
 def inn(patience):
     inn = Inn()
     yield inn
     inn.admission.close()
-
-
-def frame(message):
-    text = message if isinstance(message, bytes) else json.dumps(message).encode()
-    return struct.pack(">I", len(text)) + text
-
-
-def read_frame(sock):
-    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
-    return json.loads(sock.recv(length, socket.MSG_WAITALL))
-
-
-def rest_of(sock):
-    """The bytes that come before the other end closes; a reset is an end too."""
-    found = b""
-    try:
-        while part := sock.recv(65536):
-            found += part
-    except ConnectionResetError:
-        pass
-    return found
-
-
-def still_opens(inn):
-    ours = inn.call()
-    theirs = inn.entered.get(timeout=DEADLINE_S)
-    ours.send({"text": "hello"})
-    assert theirs.receive() == {"text": "hello"}
-    ours.close()
-    theirs.close()
 
 
 def test_both_ends_learn_the_others_hello(inn):

@@ -15,8 +15,7 @@ from holmesjax.errors import RefusedError
 from holmesjax.transport import connections, tls
 from holmesjax.transport.rendezvous import Rendezvous
 from holmesjax.transport.tls import TlsSocket
-from tests.transport.calls import DEADLINE_S, KEY, call_at
-from tests.transport.test_connections import Inn, read_frame, rest_of, still_opens
+from tests.transport.calls import DEADLINE_S, KEY, Inn, call_at, read_frame, rest_of, still_opens
 from tests.two_stages import PLAN, TOPOLOGY, whole_stages
 
 
