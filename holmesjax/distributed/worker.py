@@ -251,12 +251,16 @@ class Worker:
             self._find_host,
         ):
             print(f"warning: {warning}", flush=True)
-        return Ports.open(self._environment.addresses)
+        return Ports.open(
+            self._environment.addresses,
+            ports=(ports[0], ports[-1]) if (ports := self._config.ports) else None,
+            advertised=self._environment.advertised,
+        )
 
     def _meet_controller(self, ports: Ports, unproven: str | None) -> JobStart:
         """Says that this process is ready, and waits until all are."""
         member = self._member
-        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
+        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.own)}
         member.send(Ready(addresses=addresses, unproven=unproven))
         member.status("waited for the other processes to start")
         return member.wait_for(JobStart)
@@ -325,6 +329,7 @@ class Worker:
             min_streams=self._config.streams,
             timeout_s=self._config.start_timeout_s,
             encrypt=self._config.encrypt,
+            calls_out=self._config.calls_out,
         )
         return TcpTransport(
             self._job.plan,

@@ -189,6 +189,24 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return sock
 
 
+def listen_in(address: str, ports: tuple[int, int] | None) -> socket.socket:
+    """Opens a listening socket on the first free port of a range; None: on any free port.
+
+    Raises HolmesError if the address is not of this machine, or all ports are taken.
+    """
+    if ports is None:
+        return listen(address)
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            return listen(address, port)
+        except HolmesError as error:
+            refused = error
+    if ports[0] < ports[1]:
+        refused.where = f"{address}:{ports[0]} to {ports[1]}"
+        refused.fix = "make distributed.ports wider, or end what listens there"
+    raise refused
+
+
 def address_of(sock: socket.socket) -> tuple[str, int]:
     """Returns the address and the port of a listening socket."""
     address, port = sock.getsockname()

@@ -149,9 +149,12 @@ def breakers():
 def pair_through(breakers, crossings, lasts, flips=False, **changes):
     """Two transports; all connections between them go through a breaker."""
 
+    called = 0 if "roce" in changes.get("calls_out", ()) else 1
+
     def change(book):
-        breakers.append(Breaker(book[1]["ethernet"][0], lasts, flips))
-        return [book[0], {**book[1], "ethernet": [breakers[0].address]}]
+        breakers.append(Breaker(book[called]["ethernet"][0], lasts, flips))
+        book[called] = {**book[called], "ethernet": [breakers[0].address]}
+        return book
 
     found = start_pair(PLAN, crossings, book_of=change, **changes)
     for one in found:
@@ -182,7 +185,8 @@ def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(
         for back in (False, True)
     ]
     encrypt = "always" if flips else "never"
-    ends = pair_through(breakers, crossings, lasts, flips, streams=3, encrypt=encrypt)
+    only = {"calls_out": ("roce",)} if seed % 2 else {}  # nobody can call the other cluster then
+    ends = pair_through(breakers, crossings, lasts, flips, streams=3, encrypt=encrypt, **only)
     order = [rng.randrange(len(SHAPES)) for _ in range(30)]
     sent = {
         (name, m): contents.integers(0, 1 << 32, SHAPES[i], np.uint32)
