@@ -217,7 +217,9 @@ def _transport(
 
 def _pace(transport: TcpTransport, rate_gbps: float | None) -> None:
     """Limits the rate at which the kernel sends on the connections of a transport."""
-    for peer in transport._peers.values() if rate_gbps else ():
+    if rate_gbps is None:
+        return
+    for peer in transport._peers.values():
         for channel in peer.channels.values():
             rate = struct.pack("Q", int(1e9 * rate_gbps / 8 / len(peer.channels)))
             channel._sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)

@@ -11,12 +11,13 @@ has proved the key is never sent away for others.
 
 import contextlib
 import errno
+import functools
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from holmesjax.transport import connections, handshake, records, tls
@@ -37,7 +38,7 @@ class _Caller:
     sock: socket.socket  # a TlsSocket from the first byte of TLS on
     deadline_s: float
     reader: connections.Reader
-    talk: Generator[Message, Message, Any]  # is sent what it says, and gives the answers
+    talk: Generator[Message, Message, Any] = field(init=False)  # is sent what it says, and answers
     has_begun: bool = False  # whether it is known to encrypt or not
     is_secure: bool = False  # whether TLS has made sure of it
     hello: Any = None  # once all is said
@@ -147,9 +148,9 @@ class Admission(Generic[R]):
         connections.prepare(sock)
         deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
         reader = connections.Reader(sock, connections.HELLO_LIMIT_BYTES)
-        judge = lambda hello: self._judge(caller, hello)
-        talk = handshake.answer(self._key, self._hello, self._expected, judge)
-        caller = _Caller(sock, deadline_s, reader, talk)
+        caller = _Caller(sock, deadline_s, reader)
+        judge = functools.partial(self._judge, caller)
+        caller.talk = handshake.answer(self._key, self._hello, self._expected, judge)
         self._waiting[caller] = None
         self._selector.register(sock, selectors.EVENT_READ, caller)
         try:

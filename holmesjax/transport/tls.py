@@ -274,7 +274,7 @@ class TlsSocket(socket.socket):
         while rest:
             rest = rest[self.send(rest) :]
 
-    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
+    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:
         """Sends some of the bytes of all buffers, as `send` does."""
         parts: list[memoryview] = []
         size = 0
@@ -298,7 +298,8 @@ class TlsSocket(socket.socket):
         while True:
             try:
                 with self._using:
-                    return self._tls.read(nbytes or len(view), view)  # type: ignore[arg-type]
+                    count: Any = self._tls.read(nbytes or len(view), view)  # typed as the bytes
+                return int(count)
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLZeroReturnError:
@@ -310,7 +311,7 @@ class TlsSocket(socket.socket):
             if not self._fill():
                 return 0
 
-    def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> Any:  # type: ignore[override]
+    def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> Any:
         """Fills all buffers, or receives what comes before the end or a timeout of the system.
 
         Returns the number of bytes, and no ancillary data.
