@@ -5,7 +5,12 @@ What is timed goes from the source's call to an array that is ready at the targe
     tcp        `TcpTransport`: offer -> fetched and ready; expected before, as in training
     bare       `sendall` into `recv_into`, the least that Python can do: memory to memory, nothing
                else. Over one connection and over as many as tcp has; the faster of the two counts
+    tcp+tls    the same, encrypted as between sites
     gloo       `ppermute` inside jit, both processes in one `jax.distributed` job
+
+Both ends share this machine's processors, so encryption takes time from the copies, which it would
+not at two sites. `--rate-gbps` limits each connection of both kinds of tcp, so that all together
+have the rate of a link.
 
 A share is the time of the bare copy over that of tcp or gloo. Bar: tcp >= 80% at 16 MiB. All of
 them take turns, so that what disturbs the machine disturbs all; times are medians, and the
@@ -16,6 +21,7 @@ import argparse
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.pipeline_overhead import middle
 from benchmarks.provenance import RESULTS, provenance
+from holmesjax.config.sections import Encrypt
 from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology import loading
@@ -44,6 +51,8 @@ WARM_UP = 5
 BAR, BAR_BYTES = 0.8, 16 << 20
 TOPOLOGY = loading.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")
 ADDRESS = "127.0.0.1"
+ENCRYPT: dict[str, Encrypt] = {"tcp": "never", "tcp+tls": "always"}
+SO_MAX_PACING_RATE = 47  # of Linux, in bytes per second; Python has no name for it
 KEY = bytes(32)  # nobody else is on this machine's loopback
 
 Result = dict[str, Any]
@@ -54,7 +63,12 @@ Turn = Callable[[], object]  # the source's part of a transfer, or the target's
 
 
 def serve(
-    number: int, port: int, sizes: Sequence[int], rounds: int, streams: int
+    number: int,
+    port: int,
+    sizes: Sequence[int],
+    rounds: int,
+    streams: int,
+    rate_gbps: float | None = None,
 ) -> dict[int, dict[str, list[float]]]:
     """Runs the source or the target; the target returns the seconds of every turn.
 
@@ -64,6 +78,7 @@ def serve(
       sizes: bytes of the arrays.
       rounds: turns of each size that are measured.
       streams: connections between the two.
+      rate_gbps: of all connections of a transport together; None: not limited.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -71,24 +86,32 @@ def serve(
     control = connections.Connection(control_sock, Entered())
     with connections.listen(ADDRESS) as probe:
         coordinator = connections.address_of(probe)[1]
-    ports = Ports.open({"ethernet": [ADDRESS]})
-    mine = {"coordinator": coordinator, "book": ports.book}
+    ports = [Ports.open({"ethernet": [ADDRESS]}) for _ in ENCRYPT]
+    mine = {"coordinator": coordinator, "books": [one.book for one in ports]}
     control.send(mine)
     ends = [mine, control.receive()][:: 1 if number == 0 else -1]
     jax.distributed.initialize(f"{ADDRESS}:{ends[0]['coordinator']}", 2, number)
-    transport = _transport(number, sizes, ports, [end["book"] for end in ends], streams)
+    transports = {}
+    for i, (name, encrypt) in enumerate(ENCRYPT.items()):
+        book = [end["books"][i] for end in ends]
+        transports[name] = _transport(number, sizes, ports[i], book, streams, encrypt)
+        _pace(transports[name], rate_gbps)
     found = {}
     with ThreadPoolExecutor(streams) as pool:
         for size in sizes:
             x = jax.device_put(np.ones(size // 4, np.float32), jax.local_devices()[0])
             turns = {
-                "tcp": _offer_or_fetch(number, transport, x, WARM_UP + rounds),
+                **{
+                    name: _offer_or_fetch(number, transport, x, WARM_UP + rounds)
+                    for name, transport in transports.items()
+                },
                 "bare, 1 stream": _bare(number, socks[:1], pool, x),
                 f"bare, {streams} streams": _bare(number, socks, pool, x),
                 "gloo": _gloo(x),
             }
             found[size] = _take_turns(number, control, turns, rounds)
-    transport.close()
+    for transport in transports.values():
+        transport.close()
     jax.distributed.shutdown()
     return found
 
@@ -127,7 +150,12 @@ def _take_turns(
 
 
 def _transport(
-    number: int, sizes: Sequence[int], ports: Ports, book: Sequence[Any], streams: int
+    number: int,
+    sizes: Sequence[int],
+    ports: Ports,
+    book: Sequence[Any],
+    streams: int,
+    encrypt: Encrypt,
 ) -> TcpTransport:
     """Between two stages of one device each, in two clusters."""
     stages = tuple(
@@ -180,10 +208,21 @@ def _transport(
         about={},
         min_streams=streams,
         timeout_s=60.0,
+        encrypt=encrypt,
     )
     mesh = Mesh(np.array(jax.local_devices()), ("data",), axis_types=(AxisType.Auto,))
     timeouts = Timeouts(silence_s=60.0, pull_s=60.0)
     return TcpTransport(plan, crossings, mesh, rendezvous=rendezvous, timeouts=timeouts)
+
+
+def _pace(transport: TcpTransport, rate_gbps: float | None) -> None:
+    """Limits the rate at which the kernel sends on the connections of a transport."""
+    if rate_gbps is None:
+        return
+    for peer in transport._peers.values():
+        for channel in peer.channels.values():
+            rate = struct.pack("Q", int(1e9 * rate_gbps / 8 / len(peer.channels)))
+            channel._sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
 
 
 def _offer_or_fetch(number: int, transport: TcpTransport, x: jax.Array, count: int) -> Turn:
@@ -227,13 +266,17 @@ def _gloo(x: jax.Array) -> Turn:
 
 
 def measure(
-    sizes: Sequence[int] = SIZES_BYTES, rounds: int = 21, streams: int = 4
+    sizes: Sequence[int] = SIZES_BYTES,
+    rounds: int = 21,
+    streams: int = 4,
+    rate_gbps: float | None = None,
 ) -> dict[str, Result]:
     """For each size: milliseconds, bandwidth and share of the bare copy, of each way."""
     with connections.listen(ADDRESS) as probe:
         port = connections.address_of(probe)[1]
     command = [sys.executable, "-m", "benchmarks.transports", "--port", str(port)]
     command += ["--rounds", str(rounds), "--streams", str(streams), "--sizes", *map(str, sizes)]
+    command += ["--rate-gbps", str(rate_gbps)] if rate_gbps else []
     ends = [
         subprocess.Popen([*command, "--serve", str(i)], stdout=subprocess.PIPE, text=True)
         for i in range(2)
@@ -275,6 +318,8 @@ def show(result: dict[str, Result]) -> None:
             )
     if (at := found_at(result)) is not None:
         print(f"tcp at {BAR_BYTES >> 20} MiB: {at:.0%} of the bare copy (bar: >= {BAR:.0%})")
+        tcp, secure = (result[str(BAR_BYTES)][name]["ms"] for name in ENCRYPT)
+        print(f"tcp+tls at {BAR_BYTES >> 20} MiB: {tcp / secure:.0%} of tcp")
 
 
 def found_at(result: dict[str, Result]) -> float | None:
@@ -289,27 +334,32 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES_BYTES, help="bytes")
     parser.add_argument("--rounds", type=int, default=21, help="turns of each, after warm-up (21)")
     parser.add_argument("--streams", type=int, default=4, help="connections of tcp (4)")
+    parser.add_argument("--rate-gbps", type=float, help="of a link, in Gb/s (not limited)")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        seconds = serve(args.serve, args.port, args.sizes, args.rounds, args.streams)
+        seconds = serve(
+            args.serve, args.port, args.sizes, args.rounds, args.streams, args.rate_gbps
+        )
         if args.serve == 1:
             print(json.dumps(seconds))
         return
     load = os.getloadavg()[0]
-    found = measure(args.sizes, args.rounds, args.streams)
+    found = measure(args.sizes, args.rounds, args.streams, args.rate_gbps)
     show(found)
     result = {
         **provenance("transports", network="loopback"),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "rounds": args.rounds,
         "streams": args.streams,
+        "rate_gbps": args.rate_gbps,
         "bar": {"bytes": BAR_BYTES, "share": BAR},
         "sizes": found,
     }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"transports_{jax.__version__}.json"
+    link = f"_{args.rate_gbps:g}gbps" if args.rate_gbps else ""
+    path = RESULTS / f"transports{link}_{jax.__version__}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
 

@@ -91,6 +91,7 @@ WITHOUT_JAX = [
     "holmesjax.transport.records",
     "holmesjax.transport.rendezvous",
     "holmesjax.transport.routes",
+    "holmesjax.transport.tls",
     "holmesjax.hosts.agent",
     "holmesjax.hosts.computing",
     "holmesjax.hosts.doctor",

@@ -99,6 +99,8 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "key": KEY,
         "about": {"plan hash": plan.hash(), "restart": 0, "jax": jax.__version__},
         "streams": 2,
+        "encrypt": "auto",
+        "calls_out": (),
         "heartbeat_timeout_s": 10.0,
         "pull_timeout_s": 60.0,
         "start_timeout_s": 60.0,
@@ -115,6 +117,8 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         about=chosen.about,
         min_streams=chosen.streams,
         timeout_s=chosen.start_timeout_s,
+        encrypt=chosen.encrypt,
+        calls_out=chosen.calls_out,
     )
     return TcpTransport(
         plan,

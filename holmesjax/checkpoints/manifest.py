@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
@@ -171,6 +171,9 @@ def verify(checkpoint: Checkpoint) -> None:
         problem = f"is damaged: it is a checkpoint after step {manifest['step']}"
         raise damaged(checkpoint, "", problem, checkpoint.path.name)
     files: Files = manifest["files"]
+    for name in files:
+        if PurePosixPath(name).is_absolute() or {"..", "\0"} & {*PurePosixPath(name).parts, *name}:
+            raise damaged(checkpoint, MANIFEST, "names a file outside its folder", repr(name[:80]))
 
     def check(name: str) -> DamagedError | None:
         try:

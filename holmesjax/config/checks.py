@@ -12,7 +12,7 @@ from holmesjax.config import data_checks, model_checks, parallel_checks, trainin
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import Check, wrong
 from holmesjax.config.model_sections import ModelConfig
-from holmesjax.config.sections import AUTO, CheckpointConfig, RunConfig
+from holmesjax.config.sections import AUTO, CheckpointConfig, DistributedConfig, RunConfig
 from holmesjax.errors import ConfigError
 
 
@@ -39,6 +39,13 @@ def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
         problem = f"cannot be set beside checkpoint.every = {checkpoint.every}"
         fix = "leave one of the two out, or set it to null"
         yield wrong("checkpoint.every_minutes", problem, checkpoint.every_minutes, fix)
+
+
+def _ports_are_a_range(distributed: DistributedConfig) -> Iterator[ConfigError]:
+    ports = distributed.ports
+    if ports is not None and (len(ports) != 2 or ports[0] > ports[1]):
+        problem = "must be two numbers, the first and the last port"
+        yield wrong("distributed.ports", problem, list(ports), "write [7100, 7199], say")
 
 
 def _of_transformers(check: Callable[..., Iterator[ConfigError]]) -> Callable[..., Any]:
@@ -97,6 +104,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         partial(_home_is_written_out, "data.tokenizer"),
     ),
     ("checkpoint",): (_steps_or_minutes,),
+    ("distributed",): (_ports_are_a_range,),
     ("model", "data"): (
         data_checks.vocabulary_holds_tokens,
         data_checks.own_models_read_no_documents,

@@ -23,6 +23,10 @@ AUTO = "auto"
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=MOST_S, allow_inf_nan=False, strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
+PortRange = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=65535, strict=True)], ...], Field(min_length=2)
+]
+Encrypt = Literal["auto", "always", "never"]
 Checkpointing = Literal["none", "dots", "full"]
 Schedule = Annotated[str, schema.OneOf(SCHEDULES)]
 ClusterOfEachStage = Annotated[tuple[Text, ...], Field(min_length=1)]
@@ -102,8 +106,16 @@ class DistributedConfig:
     # Connections between two processes; more if that many do not reach all NICs, or do not fill a
     # long link with windows of 4 MiB.
     streams: Streams = 4
+    # Which connections of boundaries are encrypted, with TLS 1.3. auto: those between clusters,
+    # except on one machine. What processes tell the launcher is encrypted always.
+    encrypt: Encrypt = "auto"
     # Port of the first stage's coordinator; each further stage has the next port. 0: free ports.
     port: Port = 0
+    # The first and the last port on which processes listen for each other, for firewalls. A process
+    # takes one for each NIC and network of its node. None: any free port.
+    ports: PortRange | None = None
+    # Clusters into which nobody outside can call. Their processes call the others.
+    calls_out: tuple[Text, ...] = ()
     # Seconds after which a silent process or link counts as lost, and the job ends.
     heartbeat_timeout_s: HeartbeatTimeout = 60.0
     # Seconds for the next sign of progress while a job starts: a process connects, a program is
@@ -118,6 +130,9 @@ class DistributedConfig:
     stop_timeout_s: Seconds = 100.0
     # Seconds for one boundary array from a process that is alive and slow.
     pull_timeout_s: Seconds = 1800.0
+
+    def __post_init__(self) -> None:
+        refuse_mistakes(distributed=self)
 
     @property
     def silence_s(self) -> float:

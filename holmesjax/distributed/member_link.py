@@ -156,7 +156,9 @@ class MemberLink:
         )
         hello = dataclasses.replace(self._hello, again=again)
         talk = handshake.call(self._key, hello, ControllerHello, self._check, self._where)
-        connection = connections.call(self._address, self._port, talk=talk, deadline_s=deadline_s)
+        connection = connections.call(
+            self._address, self._port, talk=talk, deadline_s=deadline_s, encrypt=self._key
+        )
         with contextlib.ExitStack() as stack:
             stack.callback(connection.close)
             connection.sock.settimeout(timeout_s)

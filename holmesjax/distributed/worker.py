@@ -251,12 +251,16 @@ class Worker:
             self._find_host,
         ):
             print(f"warning: {warning}", flush=True)
-        return Ports.open(self._environment.addresses)
+        return Ports.open(
+            self._environment.addresses,
+            ports=(ports[0], ports[-1]) if (ports := self._config.ports) else None,
+            advertised=self._environment.advertised,
+        )
 
     def _meet_controller(self, ports: Ports, unproven: str | None) -> JobStart:
         """Says that this process is ready, and waits until all are."""
         member = self._member
-        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.book)}
+        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.own)}
         member.send(Ready(addresses=addresses, unproven=unproven))
         member.status("waited for the other processes to start")
         return member.wait_for(JobStart)
@@ -286,7 +290,8 @@ class Worker:
         job, me = self._job, self._me
         kinds = domain.device_kinds(job, self._domain)
         platforms.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
-        devices = domain.join(me, self._domain, start.coordinator, self._config)
+        key = self._environment.key
+        devices = domain.join(me, self._domain, start.coordinator, self._config, key)
         if self._held_port is not None:
             self._held_port.close()
         # The first process of a domain alone writes, so it alone can tell that it does not.
@@ -323,6 +328,8 @@ class Worker:
             about=self._about,
             min_streams=self._config.streams,
             timeout_s=self._config.start_timeout_s,
+            encrypt=self._config.encrypt,
+            calls_out=self._config.calls_out,
         )
         return TcpTransport(
             self._job.plan,

@@ -209,6 +209,7 @@ class _Agent:
                 expected=AgentHello,
                 check=lambda hello: None,
                 enter=self._take_in_beside,
+                may_be_plain=lambda hello: True,  # the network is measured, and no secret sent
             )
             self._admissions.enter_context(admission)
         return Listening(book=ports.book)
@@ -237,6 +238,7 @@ class _Agent:
             where=f"{path.source} -> {path.address}",
             timeout_s=timeout_s,
             source=path.source,
+            encrypt=False,
         )
 
     # ---- how fast ------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class ProcessEnvironment:
     controller: tuple[str, int]
     key: bytes
     addresses: dict[str, list[str]]  # fabric -> addresses of this node's NICs on it
+    advertised: dict[str, list[str]]  # where others reach these NICs, if not at their addresses
     restart: int  # how often the job has been started again
 
     @classmethod
@@ -63,6 +64,7 @@ class ProcessEnvironment:
             controller=(address, int(port)),
             key=_key(env),
             addresses=_addresses(env, find_host),
+            advertised=_advertised(env),
             restart=_whole(env, "HOLMES_RESTART", env.get("HOLMES_RESTART", "0")),
         )
 
@@ -97,6 +99,13 @@ def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[st
         found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
         raise _missing("HOLMES_ADDRESSES", what, found=found_text)
     return found
+
+
+def _advertised(env: Mapping[str, str]) -> dict[str, list[str]]:
+    try:
+        return _FABRICS.validate_json(env.get("HOLMES_ADVERTISED") or "{}")
+    except ValueError:
+        raise _senseless(env, "HOLMES_ADVERTISED", '{"ethernet": ["203.0.113.5"]}, say') from None
 
 
 def _take(env: Mapping[str, str], name: str, what: str) -> str:

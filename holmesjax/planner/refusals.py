@@ -142,10 +142,12 @@ def _refuse_unpriced(config: Config, topology: Topology) -> None:
 
 def _refuse_unknown_clusters(config: Config, topology: Topology) -> None:
     known = [cluster.name for cluster in topology.clusters]
-    for name in config.parallel.clusters or ():
+    named = [("parallel.clusters", name) for name in config.parallel.clusters or ()]
+    named += [("distributed.calls_out", name) for name in config.distributed.calls_out]
+    for setting, name in named:
         if name not in known:
             raise PlanError(
-                "parallel.clusters",
+                setting,
                 f"topology {topology.name} has no such cluster",
                 found=name,
                 fix=f"use {' or '.join(known)}",

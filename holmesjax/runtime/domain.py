@@ -4,6 +4,7 @@ The coordinator lives in the process of rank 0. Its port is held from the moment
 told of it: JAX 0.10.2 ends the process with a segmentation fault where it is taken.
 """
 
+import inspect
 import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -20,7 +21,7 @@ from holmesjax.hosts import nccl
 from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
 from holmesjax.plan.processes import Process, domain_fabric
-from holmesjax.transport import connections
+from holmesjax.transport import connections, tls
 
 # JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
 # message says what happened.
@@ -28,6 +29,8 @@ PATIENCE = 2.0
 SLICE_S = 5.0  # of waiting at a gate, after which a process can hear a signal
 CAME, OPEN = "/came", "/open"  # the keys of a gate: how many have come, and why the others may go
 ALL_CAME, FAILED = "all came", "failed"  # why
+DOMAIN_URI = "holmesjax://domain/"  # in certificates: JAX compares no addresses where there is one
+_kept: list[tls.SecretFile] = []
 NICS = "nics"  # a folder in the run folder: for each process, which NICs it uses and why
 
 
@@ -109,13 +112,17 @@ def join(
     domain: tuple[Process, ...],
     coordinator: tuple[str, int] | None,
     config: DistributedConfig,
+    key: bytes,
 ) -> dict[int, jax.Device]:
     """Joins the domain; its devices, by their numbers in the topology. Waits for all to come.
+
+    From JAX 0.12 on, the coordinator and its clients authenticate each other with mutual TLS.
 
     Args:
       process: this one.
       domain: all processes of the stage, in the order of their ranks.
       coordinator: address and port of rank 0; not needed by a process that is alone.
+      key: of the job.
     """
     if len(domain) > 1:
         assert coordinator is not None, "rank 0 tells where it listens"
@@ -130,6 +137,7 @@ def join(
             initialization_timeout=int(config.start_timeout_s),
             heartbeat_timeout_seconds=int(PATIENCE * config.heartbeat_timeout_s + 1),
             coordinator_bind_address=address,
+            **_secure_coordinator(key),
         )
     found: dict[int, jax.Device] = {}
     for other in domain:
@@ -145,6 +153,25 @@ def join(
             )
         found |= zip(other.devices, devices, strict=True)
     return found
+
+
+def _secure_coordinator(key: bytes) -> dict[str, Any]:
+    """Arguments of `jax.distributed.initialize` for mutual TLS; none before JAX 0.12.
+
+    JAX reads the files again and again, so they stay until this process ends.
+    """
+    if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
+        return {}
+    authority = tls.authority(key)
+    own = authority.issue(uri=DOMAIN_URI, valid=tls.ALWAYS)
+    _kept.extend([tls.SecretFile(own), tls.SecretFile(authority.pem)])
+    [own_path, trusted_path] = [file.path for file in _kept[-2:]]
+    return {
+        "mtls_cert_file": own_path,
+        "mtls_key_file": own_path,
+        "mtls_ca_file": trusted_path,
+        "mtls_peer_uri_prefix": DOMAIN_URI,
+    }
 
 
 class Gate:

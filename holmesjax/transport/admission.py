@@ -1,5 +1,8 @@
 """Lets callers in: one thread hears the hellos of all callers, and passes on who proves the key.
 
+A caller that encrypts begins TLS after it has heard the challenge; a plain one answers at once. The
+first byte tells them apart.
+
 Until a caller has proved the key (`handshake`), it costs a descriptor and a few hundred bytes, for
 `HELLO_TIMEOUT_S` at most. If more callers wait than are expected, and some strangers, the oldest is
 sent away. A member proves the key within a round trip, so the oldest is a stranger. A caller that
@@ -14,15 +17,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from holmesjax.transport import connections, handshake, records
+from holmesjax.transport import connections, handshake, records, tls
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.handshake import Check, RejectedError, Rejection
 from holmesjax.transport.records import Message, R, Record
+from holmesjax.transport.tls import TlsSocket
 
 STRANGERS = 1024  # that may wait beside those who are expected
+PLAIN = "this end encrypts this connection (distributed.encrypt), and the call is in the clear"
 BATCH = 256  # calls that are accepted before hellos are heard again
 
 
@@ -30,10 +35,12 @@ BATCH = 256  # calls that are accepted before hellos are heard again
 class _Caller:
     """A caller whose handshake is not finished."""
 
-    sock: socket.socket
+    sock: socket.socket  # a TlsSocket from the first byte of TLS on
     deadline_s: float
     reader: connections.Reader
-    talk: Generator[Message, Message, Any]  # is sent what it says, and gives the answers
+    talk: Generator[Message, Message, Any] = field(init=False)  # is sent what it says, and answers
+    has_begun: bool = False  # whether it is known to encrypt or not
+    is_secure: bool = False  # whether TLS has made sure of it
     hello: Any = None  # once all is said
 
 
@@ -46,6 +53,7 @@ class Admission(Generic[R]):
       hello: what this end says of itself.
       expected: the kind of the callers' hello.
       check: looks at the caller's hello; a text refuses it.
+      may_be_plain: whether a caller with this hello may call without TLS.
       enter: takes each authenticated connection, on the admission's thread: it must not wait.
       num_callers: how many may call at once, where they are more than a few.
       warn: told once of each kind of trouble: this process cannot accept calls, or one came with
@@ -61,11 +69,13 @@ class Admission(Generic[R]):
         expected: type[R],
         check: Check[R],
         enter: Callable[[Connection[R]], None],
+        may_be_plain: Callable[[R], bool] = lambda hello: False,
         num_callers: int = 0,
         warn: Callable[[str], object] = connections.warn,
     ):
         self._sock, self._enter, self._warn = sock, enter, warn
-        self._talk = functools.partial(handshake.answer, key, hello, expected, check)
+        self._key, self._hello, self._expected, self._check = key, hello, expected, check
+        self._may_be_plain = may_be_plain
         self._max_waiting = num_callers + STRANGERS
         self.trouble = ""  # why no call is accepted at present
         self._where = "{}:{}".format(*connections.address_of(sock))
@@ -138,7 +148,9 @@ class Admission(Generic[R]):
         connections.prepare(sock)
         deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
         reader = connections.Reader(sock, connections.HELLO_LIMIT_BYTES)
-        caller = _Caller(sock, deadline_s, reader, self._talk())
+        caller = _Caller(sock, deadline_s, reader)
+        judge = functools.partial(self._judge, caller)
+        caller.talk = handshake.answer(self._key, self._hello, self._expected, judge)
         self._waiting[caller] = None
         self._selector.register(sock, selectors.EVENT_READ, caller)
         try:
@@ -150,8 +162,15 @@ class Admission(Generic[R]):
 
     # ---- what they say -------------------------------------------------------------------------
 
+    def _judge(self, caller: _Caller, hello: R) -> str | None:
+        if not caller.is_secure and not self._may_be_plain(hello):
+            return PLAIN
+        return self._check(hello)
+
     def _hear(self, caller: _Caller) -> None:
         try:
+            if not self._is_sure(caller):
+                return
             if self._talk_on(caller):
                 self._let_go(caller)
                 caller.sock.setblocking(True)
@@ -161,10 +180,32 @@ class Admission(Generic[R]):
         except Exception:  # whatever it says, it does not close the door for others
             self._send_away(caller)
 
-    def _talk_on(self, caller: _Caller) -> bool:
-        """Whether a caller has said all that it has to say."""
+    def _is_sure(self, caller: _Caller) -> bool:
+        """Whether a caller's messages can be heard: TLS is sure of it, or it does without."""
         if caller not in self._waiting and caller not in self._entering:
             return False  # sent away since the selector has seen it
+        if not caller.has_begun:
+            caller.has_begun = True
+            if caller.sock.recv(1, socket.MSG_PEEK) != tls.FIRST_BYTE:
+                return True
+            context = tls.context(self._key, server_side=True)
+            self._selector.unregister(caller.sock)
+            caller.sock = TlsSocket(caller.sock, context, server_side=True)
+            caller.reader = connections.Reader(caller.sock, connections.HELLO_LIMIT_BYTES)
+            self._selector.register(caller.sock, selectors.EVENT_READ, caller)
+        if isinstance(caller.sock, TlsSocket) and not caller.is_secure:
+            try:
+                caller.sock.shake_hands()
+            except BlockingIOError:
+                return False
+            except ValueError as error:
+                self._warn_of(caller, str(error))
+                raise
+            caller.is_secure = True
+        return True
+
+    def _talk_on(self, caller: _Caller) -> bool:
+        """Whether a caller has said all that it has to say."""
         message = caller.reader.read()
         if message is None:
             return False
@@ -183,9 +224,13 @@ class Admission(Generic[R]):
         with contextlib.suppress(OSError):
             caller.sock.sendall(connections.pack(records.encode(rejection)))
             if rejection.mac is None:
-                who = "{}:{}".format(*caller.sock.getpeername())
-                self._warn_once("key", f"refused a call from {who}: {rejection.reason}")
+                self._warn_of(caller, rejection.reason)
         self._send_away(caller)
+
+    def _warn_of(self, caller: _Caller, reason: str) -> None:
+        with contextlib.suppress(OSError):  # it has gone
+            host, port, *_ = caller.sock.getpeername()
+            self._warn_once(reason, f"refused a call from {host}:{port}: {reason}")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

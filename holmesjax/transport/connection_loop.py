@@ -174,6 +174,8 @@ class ConnectionLoop:
             else:
                 self._connections[connection] = None
                 self._selector.register(connection.sock, events, connection)
+                # The system does not show what TLS has read already.
+                self._serve(connection, selectors.EVENT_READ)
 
     def _serve(self, connection: LoopConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE and connection.flush():

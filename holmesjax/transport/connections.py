@@ -6,8 +6,10 @@ says so at once, and calls again until its time is up: a stranger at the right a
 and cannot end it.
 
 A message is JSON behind its length, four bytes, which is checked before memory is taken for it.
-Traffic after the handshake is neither encrypted nor signed: the key keeps strangers and other jobs
-out, not someone who can read the network.
+The listener's first message goes in the clear. A caller that encrypts begins TLS after it (`tls`),
+so what strangers read on the network tells them nothing, and what they change ends the connection.
+A caller that does not encrypt goes on in the clear; then the key keeps out strangers, and not those
+who can read the network.
 """
 
 import contextlib
@@ -30,9 +32,10 @@ from typing import Any, Generic
 
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.files import regular_files
-from holmesjax.transport import handshake, records
+from holmesjax.transport import handshake, records, tls
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
+from holmesjax.transport.tls import TlsSocket
 
 HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds the key
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
@@ -186,6 +189,24 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return sock
 
 
+def listen_in(address: str, ports: tuple[int, int] | None) -> socket.socket:
+    """Opens a listening socket on the first free port of a range; None: on any free port.
+
+    Raises HolmesError if the address is not of this machine, or all ports are taken.
+    """
+    if ports is None:
+        return listen(address)
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            return listen(address, port)
+        except HolmesError as error:
+            refused = error
+    if ports[0] < ports[1]:
+        refused.where = f"{address}:{ports[0]} to {ports[1]}"
+        refused.fix = "make distributed.ports wider, or end what listens there"
+    raise refused
+
+
 def address_of(sock: socket.socket) -> tuple[str, int]:
     """Returns the address and the port of a listening socket."""
     address, port = sock.getsockname()
@@ -203,6 +224,7 @@ def connect(
     where: str,
     timeout_s: float,
     source: str | None = None,
+    encrypt: bool = True,
 ) -> Connection[R]:
     """Connects and proves the key; tries again until the other end listens and proves it too.
 
@@ -215,6 +237,7 @@ def connect(
       where: the purpose of the connection, in errors.
       timeout_s: for all attempts together.
       source: address of this machine to connect from, where it matters which NIC is used.
+      encrypt: whether all that follows the listener's first message goes through TLS.
 
     Raises:
       PeerError: nobody who holds the key answers within `timeout_s`.
@@ -225,7 +248,14 @@ def connect(
     for attempt in itertools.count():
         talk = handshake.call(key, hello, expected, check, where)
         try:
-            return call(address, port, source=source, talk=talk, deadline_s=deadline_s)
+            return call(
+                address,
+                port,
+                source=source,
+                talk=talk,
+                deadline_s=deadline_s,
+                encrypt=key if encrypt else None,
+            )
         except (OSError, ValueError, RecursionError) as error:
             heard = str(error) or type(error).__name__
             if is_stranger := not isinstance(error, OSError):
@@ -273,6 +303,7 @@ def call(
     source: str | None = None,
     talk: Generator[Message, Message, R],
     deadline_s: float,
+    encrypt: bytes | None,
 ) -> Connection[R]:
     """Makes one attempt to connect.
 
@@ -281,6 +312,7 @@ def call(
       source: address of this machine to connect from, where it matters which NIC is used.
       talk: `handshake.call`.
       deadline_s: of the monotonic clock.
+      encrypt: the key of the job, for TLS; None: in the clear.
 
     Raises:
       ConnectionRefusedError: nobody listens there.
@@ -294,23 +326,33 @@ def call(
         if source is not None:
             sock.bind((source, 0))
         sock.connect((address, port))
-        return _introduce(sock, talk, deadline_s)
+        prepare(sock)
+        within_s = min(deadline_s, time.monotonic() + NONCE_TIMEOUT_S)
+        challenge = _receive(sock, HELLO_LIMIT_BYTES, within_s)
+        if encrypt is not None:
+            sock = TlsSocket(sock, tls.context(encrypt, server_side=False), server_side=False)
+            sock.shake_hands(min(deadline_s, time.monotonic() + HELLO_TIMEOUT_S))
+        return _introduce(sock, challenge, talk, deadline_s)
     except BaseException:
         sock.close()
         raise
 
 
 def _introduce(
-    sock: socket.socket, talk: Generator[Message, Message, R], deadline_s: float
+    sock: socket.socket,
+    challenge: Message,
+    talk: Generator[Message, Message, R],
+    deadline_s: float,
 ) -> Connection[R]:
-    prepare(sock)
-    timeout_s = NONCE_TIMEOUT_S
     next(talk)
     try:
+        answer = talk.send(challenge)
         while True:
-            within_s = min(deadline_s, time.monotonic() + timeout_s)
-            _send(sock, talk.send(_receive(sock, HELLO_LIMIT_BYTES, within_s)))
-            timeout_s = HELLO_TIMEOUT_S
+            _send(sock, answer)
+            within_s = min(deadline_s, time.monotonic() + HELLO_TIMEOUT_S)
+            answer = talk.send(_receive(sock, HELLO_LIMIT_BYTES, within_s))
+    except ConnectionAbortedError as error:  # of TLS: the other end, or somebody between
+        raise ValueError(str(error)) from None
     except StopIteration as end:
         _send(sock, records.encode(handshake.Entered()))
         sock.settimeout(None)

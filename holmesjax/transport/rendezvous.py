@@ -1,7 +1,7 @@
 """Connects a process with those that it shares something with, and connects them again.
 
-The process with the lower number calls the other. The two open several connections, over the
-network of their link, so that every NIC of both nodes carries some.
+The process with the lower number calls the other, unless only the other can call. The two open
+several connections, over the network of their link, so that every NIC of both nodes carries some.
 
 A connection that is lost while both processes live is made anew in the same way. The hello of such
 a call names the session of the process that is called: a process that has started again is another
@@ -10,17 +10,20 @@ same of itself. If the process that does not call has lost a connection, it asks
 calls, and hangs up. A port that refuses tells both that the other process has died.
 """
 
+import ipaddress
 import itertools
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from socket import socket
+from types import MappingProxyType
 from typing import Any
 
+from holmesjax.config.sections import Encrypt
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process, fabric_between
 from holmesjax.topology import windows
@@ -53,30 +56,73 @@ class NeighbourHello(Record):
 
 
 class Ports:
-    """Listening sockets. They are open before JAX is up, so that others can be told the ports."""
+    """Listening sockets. They are open before JAX is up, so that others can be told the ports.
 
-    def __init__(self, sockets: Mapping[str, Sequence[socket]]):
-        self.sockets = sockets
+    Args:
+      sockets: of each NIC, by fabric.
+      advertised: addresses or names at which others reach these NICs, where they are not their own.
+    """
+
+    def __init__(
+        self,
+        sockets: Mapping[str, Sequence[socket]],
+        advertised: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ):
+        self.sockets, self._advertised = sockets, advertised
 
     @classmethod
-    def open(cls, addresses: Mapping[str, Sequence[str]]) -> "Ports":
+    def open(
+        cls,
+        addresses: Mapping[str, Sequence[str]],
+        *,
+        ports: tuple[int, int] | None = None,
+        advertised: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> "Ports":
         """Listens on a free port of each address: fabric -> addresses of this node's NICs.
 
-        Raises HolmesError for an address that is not of this machine.
+        Args:
+          addresses: of this node's NICs, by fabric.
+          ports: the first and the last port that may be used; None: any.
+          advertised: addresses or names at which others reach the NICs, by fabric. A network that
+            is not named has its own. Ports must be the same on both sides of a translation.
+
+        Raises:
+          HolmesError: an address is not of this machine, no port of the range is free, or as many
+            addresses are not advertised as there are.
         """
+        for fabric, found in advertised.items():
+            if len(found) != len(addresses.get(fabric, ())):
+                raise HolmesError(
+                    "HOLMES_ADVERTISED",
+                    f"must have as many addresses on {fabric} as HOLMES_ADDRESSES",
+                    found=f"{list(found)} for {list(addresses.get(fabric, ()))}",
+                    fix="name one for each NIC, in their order",
+                )
         with ExitStack() as opened:
             sockets = {
-                fabric: [opened.enter_context(connections.listen(address)) for address in found]
+                fabric: [
+                    opened.enter_context(connections.listen_in(address, ports)) for address in found
+                ]
                 for fabric, found in addresses.items()
             }
             opened.pop_all()
-        return cls(sockets)
+        return cls(sockets, advertised)
 
     @property
-    def book(self) -> dict[str, list[tuple[str, int]]]:
+    def own(self) -> dict[str, list[tuple[str, int]]]:
+        """Addresses and ports on this node, by fabric."""
         return {
             name: [connections.address_of(s) for s in found] for name, found in self.sockets.items()
         }
+
+    @property
+    def book(self) -> dict[str, list[tuple[str, int]]]:
+        """Addresses and ports at which others reach this process, by fabric."""
+        found = self.own
+        for fabric, addresses in self._advertised.items():
+            ports = [port for _, port in found[fabric]]
+            found[fabric] = list(zip(addresses, ports, strict=True))
+        return found
 
     def close(self) -> None:
         for sock in itertools.chain(*self.sockets.values()):
@@ -96,6 +142,39 @@ class Rendezvous:
     about: Mapping[str, Any]  # what must be equal at both ends of a connection, by name
     min_streams: int  # connections between two processes; more where that would not fill the link
     timeout_s: float  # for all to come
+    encrypt: Encrypt = "auto"  # which connections are encrypted
+    calls_out: Collection[str] = ()  # clusters whose processes others cannot call
+
+    def calls(self, peer: Process) -> bool:
+        """Whether this process calls a peer, which then does not call this one."""
+        if self.can_call(peer) != self.can_be_called_by(peer):
+            return self.can_call(peer)
+        return self.me.number < peer.number
+
+    def can_call(self, peer: Process) -> bool:
+        """Whether the network lets this process call a peer."""
+        return peer.cluster == self.me.cluster or peer.cluster not in self.calls_out
+
+    def can_be_called_by(self, peer: Process) -> bool:
+        """Whether the network lets a peer call this process."""
+        return peer.cluster == self.me.cluster or self.me.cluster not in self.calls_out
+
+    def encrypts(self, peer: Process, book: Mapping[int, Book]) -> bool:
+        """Whether the connections with a process are encrypted; both ends find the same.
+
+        `auto` means those between clusters, unless both processes are on this machine's loopback.
+
+        Args:
+          peer: the other process.
+          book: addresses of both processes, by their numbers.
+        """
+        if self.encrypt != "auto":
+            return self.encrypt == "always"
+        if peer.cluster == self.me.cluster:
+            return False
+        fabric = fabric_between(self.topology, self.me, peer)
+        ends = [_nics(book[end.number], end, fabric) for end in (self.me, peer)]
+        return not all(_is_loopback(address) for end in ends for address, _ in end)
 
     def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
         """The number of connections with a process, over the network of their link.
@@ -146,6 +225,9 @@ class Meeting:
         self._rendezvous, self._book = rendezvous, book
         self._me, self._processes = rendezvous.me, rendezvous.processes
         self._digests, self._streams = digests, streams
+        self._plain = {
+            other for other in digests if not rendezvous.encrypts(self._processes[other], book)
+        }
         self._enter_connection, self._drop = enter, drop
         self._present: set[tuple[int, int]] = set()  # process and stream
         self._sessions: dict[int, str] = {}  # of the others
@@ -167,10 +249,20 @@ class Meeting:
         """Connects with all.
 
         Raises:
+          HolmesError: neither of two processes can call the other.
           PeerError: a process does not come.
           RefusedError: it does, and something differs; the message has both values.
         """
         me, rendezvous = self._me, self._rendezvous
+        for other in self._digests:
+            peer = self._processes[other]
+            if not (rendezvous.can_call(peer) or rendezvous.can_be_called_by(peer)):
+                raise HolmesError(
+                    "distributed.calls_out",
+                    "two clusters that send to each other can both not be called",
+                    found=f"{me.cluster}, {peer.cluster}",
+                    fix="open a range of ports (distributed.ports) into one of them",
+                )
         deadline_s = time.monotonic() + rendezvous.timeout_s
         for sock in itertools.chain(*rendezvous.ports.sockets.values()):
             admission = Admission(
@@ -180,11 +272,12 @@ class Meeting:
                 expected=NeighbourHello,
                 check=self._check_caller,
                 enter=self._let_in,
+                may_be_plain=lambda hello: hello.process in self._plain,
                 num_callers=sum(self._streams.values()),
             )
             self._admissions.append(admission)
-        above = [self._processes[other] for other in sorted(self._digests) if other > me.number]
-        for peer in above:
+        peers = [self._processes[other] for other in sorted(self._digests)]
+        for peer in filter(rendezvous.calls, peers):
             for stream in range(self._streams[peer.number]):
                 address, port, source = self._way(peer.number, stream)
                 try:
@@ -198,6 +291,7 @@ class Meeting:
                         where=between(me, peer),
                         timeout_s=max(deadline_s - time.monotonic(), 0.0),
                         source=source,
+                        encrypt=peer.number not in self._plain,
                     )
                 except PeerError as error:
                     error.peer = peer.number
@@ -217,12 +311,15 @@ class Meeting:
             for connection in self._calls.values():
                 connection.close()
 
+    def _is_to_call(self, number: int) -> bool:
+        return self._rendezvous.calls(self._processes[number])
+
     def _way(self, number: int, stream: int) -> tuple[str, int, str]:
         """Returns address and port of a stream at a process, and the address here."""
         peer = self._processes[number]
         fabric = fabric_between(self._rendezvous.topology, self._me, peer)
         address, port = nic(self._book[number], peer, fabric, stream)
-        return address, port, nic(self._book[self._me.number], self._me, fabric, stream)[0]
+        return address, port, nic(self._rendezvous.ports.own, self._me, fabric, stream)[0]
 
     def _check(self, hello: NeighbourHello) -> str | None:
         """Returns what is wrong with a process at the other end, if anything."""
@@ -256,7 +353,7 @@ class Meeting:
             return reason
         way, name = (hello.process, hello.stream), self._processes[hello.process].name
         if hello.again is None:
-            is_due = hello.process < self._me.number and way not in self._present
+            is_due = not self._is_to_call(hello.process) and way not in self._present
             if not is_due or hello.stream not in range(self._streams[hello.process]):
                 count = self._streams[hello.process]
                 return f"stream {hello.stream} of {name} is none of {count}, or is there already"
@@ -327,9 +424,10 @@ class Meeting:
             if left_s() <= 0 or self._is_closed:
                 raise ConnectionError(f"in vain called again: {problem}")
             try:
-                if number > self._me.number:
+                if self._is_to_call(number):
                     return self._call_again(number, stream, position, left_s())
-                self._call(number, stream, position, left_s()).close()  # asks for a call
+                if self._rendezvous.can_call(self._processes[number]):
+                    self._call(number, stream, position, left_s()).close()  # asks for a call
             except ConnectionRefusedError:
                 raise
             except (OSError, ValueError, RecursionError) as error:
@@ -370,7 +468,14 @@ class Meeting:
         )
         # No attempt takes long: the first packets of a connection are sent again ever later.
         deadline_s = time.monotonic() + min(left_s, CALL_S)
-        return connections.call(address, port, source=source, talk=talk, deadline_s=deadline_s)
+        return connections.call(
+            address,
+            port,
+            source=source,
+            talk=talk,
+            deadline_s=deadline_s,
+            encrypt=None if number in self._plain else self._rendezvous.key,
+        )
 
     def _call_again(
         self, number: int, stream: int, position: Position, left_s: float
@@ -392,7 +497,7 @@ class Meeting:
         assert hello.again is not None, "that is why it comes here"
         assert hello.stream is not None, "the check has let it in"
         way, attempt = (hello.process, hello.stream), hello.again.attempt
-        if hello.process > self._me.number:  # asks for a call
+        if self._is_to_call(hello.process):  # asks for a call
             connection.close()
             if attempt >= self._attempts[way]:  # the newest connection is the one that it lost
                 self._drop(*way)
@@ -407,6 +512,13 @@ class Meeting:
                 older.close()
             self._calls[way] = connection
             self._changed.notify_all()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # the name of a host
+        return False
 
 
 def between(source: Process, target: Process) -> str:

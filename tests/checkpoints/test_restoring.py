@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -177,7 +178,7 @@ def test_a_run_goes_on_with_other_dtypes_on_another_plan(tmp_path, was, now):
             np.testing.assert_array_equal(got[name], np.asarray(x).astype(got[name].dtype), name)
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+def test_a_checkpoint_of_another_format_or_with_files_elsewhere_is_refused(tmp_path):
     """The checkpoint is older than the settings of a run in it."""
     write(tmp_path)
     [found] = manifest.find(tmp_path)
@@ -188,6 +189,15 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     [found] = manifest.find(tmp_path)
     with pytest.raises(CheckpointError, match=f"is damaged, or not of format {manifest.FORMAT}"):
         manifest.verify(found)
+    for name in ("../../secret", "/etc/passwd", "part_0/../../secret", "part_0/\0"):
+        (tmp_path / manifest.FOLDER / "secret").write_text("")
+        content = content | {"format": manifest.FORMAT}
+        content |= {"files": {name: {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}}}
+        content["sha256"] = manifest._manifest_sha256(content)
+        (found.path / manifest.MANIFEST).write_text(json.dumps(content))
+        [other] = manifest.find(tmp_path)
+        with pytest.raises(CheckpointError, match="names a file outside its folder"):
+            manifest.verify(other)
 
 
 def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatch):

@@ -12,9 +12,12 @@ RTOL = 1e-5  # sums in another order, in float32
 
 # name -> nodes of each cluster, by their devices; settings
 JOBS = {
-    "three stages, unequal data, tied, a process for each device": (
+    "three stages, unequal data, tied, a process for each device, encrypted": (
         {"a": (2,), "b": (1,), "c": (1,)},
-        ["parallel.schedule=gpipe", "distributed.processes=device"],
+        [
+            *("parallel.schedule=gpipe", "distributed.processes=device"),
+            "distributed.encrypt=always",
+        ],
         ["model.num_layers=3", "model.tied_embeddings=true"],
     ),
     "one stage over clusters, tensor over nodes": (

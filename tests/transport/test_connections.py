@@ -1,11 +1,8 @@
 """Connections let in who holds the key, and nobody else, however they try."""
 
 import itertools
-import json
 import os
-import queue
 import resource
-import socket
 import stat
 import struct
 import threading
@@ -17,10 +14,19 @@ import pytest
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.hosts import process_environment
 from holmesjax.transport import admission, connections, handshake, records
-from holmesjax.transport.admission import Admission
 from holmesjax.transport.handshake import WRONG_KEY
 from holmesjax.transport.records import Record
-from tests.transport.calls import DEADLINE_S, KEY, Named, call_at
+from tests.transport.calls import (
+    DEADLINE_S,
+    KEY,
+    Inn,
+    Named,
+    call_at,
+    frame,
+    read_frame,
+    rest_of,
+    still_opens,
+)
 
 
 @pytest.fixture
@@ -35,68 +41,11 @@ def impatience(patience, monkeypatch):
     monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
 
 
-class Inn:
-    """A admission, who came in, and what it warned of."""
-
-    def __init__(self, check=lambda hello: None, key=KEY, sock=None, num_callers=1):
-        self.entered, self.warnings = queue.Queue(), queue.Queue()
-        sock = sock or connections.listen("127.0.0.1")
-        self.address = connections.address_of(sock)
-        self.admission = Admission(
-            sock,
-            key=key,
-            hello=Named(name="inn"),
-            expected=Named,
-            check=check,
-            enter=self.entered.put,
-            num_callers=num_callers,
-            warn=self.warnings.put,
-        )
-
-    def call(self, **options):
-        return call_at(self.address, **options)
-
-    def stranger(self):
-        sock = socket.create_connection(self.address)
-        sock.settimeout(DEADLINE_S)
-        return sock
-
-
 @pytest.fixture
 def inn(patience):
     inn = Inn()
     yield inn
     inn.admission.close()
-
-
-def frame(message):
-    text = message if isinstance(message, bytes) else json.dumps(message).encode()
-    return struct.pack(">I", len(text)) + text
-
-
-def read_frame(sock):
-    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
-    return json.loads(sock.recv(length, socket.MSG_WAITALL))
-
-
-def rest_of(sock):
-    """The bytes that come before the other end closes; a reset is an end too."""
-    found = b""
-    try:
-        while part := sock.recv(65536):
-            found += part
-    except ConnectionResetError:
-        pass
-    return found
-
-
-def still_opens(inn):
-    ours = inn.call()
-    theirs = inn.entered.get(timeout=DEADLINE_S)
-    ours.send({"text": "hello"})
-    assert theirs.receive() == {"text": "hello"}
-    ours.close()
-    theirs.close()
 
 
 def test_both_ends_learn_the_others_hello(inn):
@@ -112,15 +61,22 @@ def test_both_ends_learn_the_others_hello(inn):
     ours.close()
 
 
-def test_a_wrong_key_is_refused_on_both_ends(inn, capsys, pauses):
+@pytest.mark.parametrize(
+    "encrypt, theirs, ours",
+    [
+        (False, repr(WRONG_KEY), WRONG_KEY),
+        (True, "its certificate is not of this job", WRONG_KEY),
+    ],
+)
+def test_a_wrong_key_is_refused_on_both_ends(inn, capsys, pauses, encrypt, theirs, ours):
     """Neither can prove anything to the other: the caller says so at once, and tries again."""
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers") as error:
-        inn.call(key=bytes(32))
-    assert repr(WRONG_KEY) in error.value.found
+        inn.call(key=bytes(32), encrypt=encrypt)
+    assert theirs in error.value.found
     assert inn.entered.empty()
     [said] = [line for line in capsys.readouterr().err.splitlines() if "without the key" in line]
     assert "trying again" in said
-    assert WRONG_KEY in inn.warnings.get(timeout=DEADLINE_S)
+    assert ours in inn.warnings.get(timeout=DEADLINE_S)
     assert inn.warnings.empty()
     still_opens(inn)
 
@@ -161,7 +117,7 @@ def test_a_stranger_at_the_right_address_is_not_believed(patience, stranger):
 
     thread = threading.Thread(target=take_over)
     thread.start()
-    call_at(connections.address_of(sock)).close()
+    call_at(connections.address_of(sock), encrypt=False).close()
     thread.join()
     inns[0].entered.get(timeout=DEADLINE_S).close()
     inns[0].admission.close()
@@ -178,7 +134,7 @@ def test_strangers_only_are_told_when_the_time_is_up(pauses):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(PeerError) as error:
-            call_at(connections.address_of(sock))
+            call_at(connections.address_of(sock), encrypt=False)
         thread.join()
     assert error.value.found == "something there answered without it: 'go away', without proof"
 
@@ -217,7 +173,7 @@ def test_a_call_whose_last_answer_was_lost_is_repeated(patience):
 
         thread = threading.Thread(target=relay)
         thread.start()
-        call_at(connections.address_of(tap)).close()
+        call_at(connections.address_of(tap), encrypt=False).close()
         thread.join()
     inn.entered.get(timeout=DEADLINE_S).close()
     with pytest.raises(RefusedError, match="is here already"):  # another one with its name
@@ -334,7 +290,7 @@ def test_a_replayed_hello_is_refused(inn):
 
         thread = threading.Thread(target=relay)
         thread.start()
-        call_at(connections.address_of(tap)).close()
+        call_at(connections.address_of(tap), encrypt=False).close()
         thread.join()
     inn.entered.get(timeout=DEADLINE_S).close()
     with inn.stranger() as stranger:

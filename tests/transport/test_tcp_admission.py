@@ -259,6 +259,32 @@ def test_strangers_at_the_ports_do_not_keep_the_neighbour_out():
         socket.create_connection(book[1]["ethernet"][0])
 
 
+def test_ports_are_of_a_range_and_addresses_as_others_see_them():
+    with connections.listen("127.0.0.1") as taken:
+        first = connections.address_of(taken)[1]
+        last = min(first + 40, 65535)
+        seen = {"ethernet": ["203.0.113.5"]}
+        ports = Ports.open(addresses(), ports=(first, last), advertised=seen)
+        numbers = [port for found in ports.own.values() for _, port in found]
+        assert all(first < number <= last for number in numbers)
+        assert len(set(numbers)) == 3
+        [(address, port)] = ports.own["ethernet"]
+        assert address == "127.0.0.1"
+        assert ports.book == {**ports.own, "ethernet": [("203.0.113.5", port)]}
+        ports.close()
+        with pytest.raises(HolmesError, match="cannot listen here"):
+            Ports.open(addresses(), ports=(first, first))
+    with pytest.raises(HolmesError, match="HOLMES_ADVERTISED: must have as many"):
+        Ports.open(addresses(), advertised={"ethernet": ["203.0.113.5", "203.0.113.6"]})
+
+
+def test_two_clusters_that_cannot_be_called_are_told():
+    found = start_pair(PLAN, [THERE], calls_out=("ib", "roce"), start_timeout_s=60.0)
+    for error in found:
+        assert isinstance(error, HolmesError)
+        assert "can both not be called" in str(error)
+
+
 def test_a_taken_port_is_told():
     with pytest.raises(HolmesError, match=r"192\.0\.2\.1:0: cannot listen here"):
         Ports.open({"ethernet": ["127.0.0.1", "192.0.2.1"]})
