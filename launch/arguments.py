@@ -203,7 +203,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     what = "what may differ: settings from the checkpoint's, or facts between processes: "
     what += "train.seed,source"
     add("--allow", action="append", default=[], metavar="NAMES", help=what)
-    add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    add("--hosts", metavar="YAML", help="ssh: how each node is reached, and its run folder")
     add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
     add("--submit", action="store_true", help="slurm: submit the file that is written")
 
@@ -385,6 +385,10 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="a run folder of this machine")
+
+
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """Adds no arguments: an agent reads its environment."""
 
@@ -431,5 +435,6 @@ VERBS = {
     "probe": Verb("measure the networks of a topology, and write them into its file", _add_probe),
     "profile": Verb("measure a device, so that the planner knows its speed", _add_profile),
     "agent": Verb("answer what doctor and probe ask of a node (they start it)", _add_nothing),
+    "store": Verb("let a job read the parts of checkpoints that are here", _add_store),
     "worker": Verb("be one process of a job (for launchers)", _add_worker),
 }

@@ -129,6 +129,7 @@ def commit(
     files: manifest.Files,
     *,
     data: Mapping[str, str],
+    stores: Callable[[], Mapping[str, Mapping[str, str]]] = dict,
     owner: Lease | None = None,
 ) -> None:
     """Makes a checkpoint of the parts that all stages have written after a step.
@@ -137,6 +138,7 @@ def commit(
       start: of the session that trains.
       step: optimizer steps done.
       arrays, files, data: for `manifest.commit`.
+      stores: gives what `manifest.commit` takes.
       owner: of the run; the commit is taken back where the run turns out to be another's.
     """
     job = start.job
@@ -152,6 +154,7 @@ def commit(
         plan_hash=job.plan.hash(),
         arrays=arrays,
         files=files,
+        stores=stores(),
     )
     if owner is None:
         write()
