@@ -342,6 +342,7 @@ class Attempt:
             self._hear(event)
             self._saves.check()
             if len(self.done) == len(self._processes) and end_s is None:
+                self._hub.settle()
                 self._controller.broadcast(AllDone())
                 end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
         for _, line in self.output:

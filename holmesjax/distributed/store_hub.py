@@ -42,6 +42,7 @@ from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Record, decode, encode
 
 ALL = 10**18  # a step that no run reaches
+SETTLE_S = 5.0
 LOOK_S = 0.2  # between two looks for a store that is waited for
 NAMED = 5  # parts, in a message
 
@@ -122,7 +123,10 @@ class StoreHub:
                 number = connection.hello.process
                 is_known = 0 <= number < len(self._processes)
                 node = self._processes[number].node if is_known else call.node
-                self._stores.append(_Store(call, number, node, connection))
+                store = _Store(call, number, node, connection)
+                self._stores.append(store)
+            if (found := self._checkpoint) and not self._is_closed:  # it has come back, or late
+                self._teller.submit(self._take_stock, store, found.step, found.manifest["files"])
             return
         connection.sock.settimeout(None)  # it asks when it needs something
         threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
@@ -135,14 +139,16 @@ class StoreHub:
         calls = {store.process: store for store in self._stores}
         if not any(number in calls for number in parts_of.values()):
             return {}
-        here = {"id": self.id, "node": socket.gethostname(), "folder": str(self._folder.absolute())}
+        here = {"id": self.id, "folder": str(self._folder.absolute())}
         told = lambda store: {
             "id": store.call.id,
             "node": store.node,
             "folder": store.call.folder,
         }
         return {
-            part: told(calls[number]) if number in calls else here
+            part: told(calls[number])
+            if number in calls
+            else {**here, "node": self._processes[number].node}
             for part, number in parts_of.items()
         }
 
@@ -259,6 +265,11 @@ class StoreHub:
         """Lets all stores have the manifest, and remove what is superseded; does not wait."""
         if self._stores and not self._is_closed:
             self._teller.submit(self._keep, step)
+
+    def settle(self) -> None:
+        """Waits a moment for the stores to know of the last checkpoint, before they leave."""
+        with contextlib.suppress(TimeoutError):  # they hear of it at the next start
+            self._teller.submit(lambda: None).result(SETTLE_S)
 
     def _keep(self, last: int) -> None:
         """Tells each store which checkpoints there are, and gives it the manifests it lacks."""

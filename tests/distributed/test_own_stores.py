@@ -20,7 +20,10 @@ def write_hosts(folder, **run_dirs):
     """A hosts file, by node."""
     hosts = [
         {"node": node, "run_dir": str(folder / name)}
-        for node, name in {"a-0": "run", **{k.replace("_", "-"): v for k, v in run_dirs.items()}}.items()
+        for node, name in {
+            "a-0": "run",
+            **{k.replace("_", "-"): v for k, v in run_dirs.items()},
+        }.items()
     ]
     path = folder / "hosts.yaml"
     path.write_text(json.dumps({"hosts": hosts}))
@@ -64,4 +67,14 @@ def test_a_run_of_two_folders_resumes_on_one_and_back_on_two(tmp_path):
     with start(tmp_path) as job:
         assert job.end() == 0, job.output
     print(job.output)
+    import subprocess
+
+    print(
+        subprocess.run(
+            f"cd {tmp_path}; find run site_b | sort; cat run/checkpoints/*8/manifest.json | tail -30; grep -rh fetch run/logs",
+            shell=True,
+            text=True,
+            capture_output=True,
+        ).stdout
+    )
     assert losses(tmp_path / "run") == losses(undisturbed)
