@@ -389,6 +389,19 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", help="a run folder of this machine")
 
 
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="the folder of a run")
+    parser.add_argument("--step", type=int, metavar="N", help="one checkpoint (all)")
+
+
+def _add_gather(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", help="the folder of a run")
+    add("--to", required=True, metavar="DIR_OR_URL", help="where the checkpoint goes: s3://b/x")
+    add("--step", type=int, metavar="N", help="after which step (the newest)")
+    _add_agents(parser)
+
+
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """Adds no arguments: an agent reads its environment."""
 
@@ -427,6 +440,8 @@ VERBS = {
     "data": Verb("show what data a run would read", _add_data),
     "import": Verb("begin a run with the weights of a Hugging Face folder", _add_import),
     "export": Verb("write a run's model as a Hugging Face folder", _add_export),
+    "verify": Verb("read a run's checkpoints, and compare them with their manifests", _add_verify),
+    "gather": Verb("make one checkpoint of parts that are in several places", _add_gather),
     "top": Verb("show a run as it trains: its loss, stages, links and time left", _add_top),
     "report": Verb("write report.html of a run, as far as the run has come", _add_report),
     "compare": Verb("show runs side by side: losses, costs and settings", _add_compare),

@@ -250,7 +250,7 @@ class Attempt:
             start_stores(
                 self._launcher,
                 self._keepers,
-                self._controller,
+                self._controller.address,
                 run_dir=self._job.run_dir,
                 key_file=self._key_file,
                 events=queue.SimpleQueue(),

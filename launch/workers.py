@@ -76,7 +76,7 @@ def start_workers(
 def start_stores(
     launcher: Launcher,
     nodes: Sequence[Process],
-    controller: Controller,
+    address: tuple[str, int],
     *,
     run_dir: Path,
     key_file: Path,
@@ -87,7 +87,7 @@ def start_stores(
     Args:
       launcher: starts them.
       nodes: which have parts of a checkpoint, and no process of the job.
-      controller: is called by them.
+      address: with its port, where the hub listens.
       run_dir: the run folder, where the launcher knows no other for a node.
       key_file: has the key of the job.
       events: receives their output and their ends.
@@ -95,7 +95,7 @@ def start_stores(
     folder = str(run_dir.absolute())
     for process in nodes:
         env = {
-            "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
+            "HOLMES_CONTROLLER": "{}:{}".format(*address),
             "HOLMES_KEY_FILE": str(key_file.absolute()),
             "HOLMES_NODE": process.node,
         }

@@ -397,8 +397,13 @@ def commit(
         **({"stores": stores} if stores else {}),
     }
     path.mkdir(parents=True, exist_ok=True)  # where no part is in this folder
-    manifest["sha256"] = _manifest_sha256(manifest)
-    write_whole(path / MANIFEST, json.dumps(manifest, indent=1), replaces=False)
+    write_whole(path / MANIFEST, text_of(manifest), replaces=False)
+
+
+def text_of(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest's file, with a new SHA-256 of its content."""
+    content = dict(manifest)
+    return json.dumps({**content, "sha256": _manifest_sha256(content)}, indent=1)
 
 
 def withdraw(run_dir: str | Path, step: int) -> None:

@@ -127,6 +127,12 @@ def read_piece(folder: Path, name: str, first: int, count: int) -> bytes:
         return file.read(count)
 
 
+def read_whole(folder: Path, name: str, num_bytes: int) -> bytes:
+    """All bytes of a small file. Raises as `read_piece`."""
+    pieces = range(0, num_bytes, PIECE_BYTES)
+    return b"".join(read_piece(folder, name, first, PIECE_BYTES) for first in pieces)
+
+
 def held(folder: Path, step: int, files: Mapping[str, Any]) -> list[str]:
     """The parts of a checkpoint that are here, with every file in its size.
 

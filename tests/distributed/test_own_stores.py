@@ -59,3 +59,18 @@ def test_a_run_of_two_folders_resumes_on_one_and_back_on_two(tmp_path):
     assert (parts(home, 8), parts(far, 8)) == (["part_0"], ["part_1"])
     assert not (far / "metrics.jsonl").exists()
     assert losses(home) == losses(undisturbed)
+    assert_gathered_and_verified(tmp_path)
+
+
+def assert_gathered_and_verified(tmp_path):
+    """What is gathered is whole by itself, here and in a store; a flipped byte is found."""
+    home, here = tmp_path / "run", tmp_path / "gathered"
+    hosts = ("--hosts", tmp_path / "hosts.yaml")
+    done = run_launch("gather", home, "--to", here, "--launcher", "local", *hosts)
+    assert done.returncode == 0, done.stderr
+    [found] = manifest.find(here)
+    manifest.verify(found)
+    assert not manifest.elsewhere(found)
+    done = run_launch("verify", here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as written") == 2
