@@ -168,6 +168,7 @@ class Attempt:
             self._retention(print_line),
             print_line,
             self._committed,
+            limit_s=60 * self._job.config.checkpoint.failing_minutes,
         )
         self._alarm.attach(self._saves.outstanding, print_line)
 
@@ -200,7 +201,9 @@ class Attempt:
             key=read_or_make(self._key_file),
             silence_s=self._config.silence_s,
             is_saving=SaveSchedule(
-                self._job.config.checkpoint, begun=lambda step: self._saves.begun(step)
+                self._job.config.checkpoint,
+                begun=lambda step: self._saves.begun(step),
+                retries=lambda: self._saves.is_retry_due(),
             ),
             progress=self._progress,
             allow=computing.permitted(self._job.run_dir, self._unlike),

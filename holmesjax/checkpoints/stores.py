@@ -24,7 +24,7 @@ from typing import Any
 
 from holmesjax.checkpoints import manifest
 from holmesjax.errors import HolmesError, LostLeaseError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text, places, regular_files
 from holmesjax.files.whole_files import write_whole
 
 RECORD, OWNER = "store.json", "store_owner.json"
@@ -38,23 +38,12 @@ _OF_CHECKPOINT = re.compile(rf"checkpoints/step_\d{{8,18}}/(?:{_WORD}/){{0,8}}{_
 _OF_RUN = re.compile(rf"(?:{'|'.join(RUN_FOLDERS)})/(?:{_WORD}/){{0,3}}{_WORD}")
 
 
-def is_url(place: str | Path) -> bool:
-    """Whether a place is one of an object store, and no folder.
-
-    A path that has been through `Path` has lost a slash.
-
-    >>> is_url("s3://b/x"), is_url(Path("gs://b/x")), is_url("runs/s3")
-    (True, True, False)
-    """
-    return re.match(r"[a-z][a-z0-9+.-]*:/", str(place)) is not None
-
-
 def identifier(folder: Path) -> str:
     """The identifier of a run folder, which is made if it has none. Raises OSError.
 
     Raises HolmesError for a URL, which would become a folder here, and for a damaged record.
     """
-    if is_url(folder):
+    if places.is_url(folder):
         fix = "name a folder that this machine has; launch gather copies a checkpoint to a URL"
         raise HolmesError(str(folder), "is a URL, and no folder", found="a scheme", fix=fix)
     folder.mkdir(parents=True, exist_ok=True)

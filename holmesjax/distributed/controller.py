@@ -127,7 +127,7 @@ class Controller:
         self._admission = Admission(
             sock,
             key=key,
-            hello=ControllerHello(session=self._session),
+            hello=ControllerHello(session=self._session, store=hub.id if hub else None),
             expected=MemberHello,
             check=self._check,
             enter=self._enter,

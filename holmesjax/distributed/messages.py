@@ -43,6 +43,7 @@ class ControllerHello(Record):
 
     kind = "controller"
     session: str  # of this start of the job
+    store: str | None = None  # the identifier of the launcher's run folder
 
 
 # ---- member -> controller ------------------------------------------------------------------------

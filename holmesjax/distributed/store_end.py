@@ -68,6 +68,7 @@ class OwnStore:
         self.folder, self._process, self._node = folder, process, node
         self._controller, self._key = controller, key
         self._id = stores.identifier(folder)
+        self.launchers: str | None = None  # the identifier of the launcher's run folder
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
         call = StoreCall(
@@ -99,12 +100,19 @@ class OwnStore:
 
     # ---- what it answers -----------------------------------------------------------------------
 
+    def home(self) -> str | None:
+        """The identifier of the launcher's run folder, from the launcher itself."""
+        connection = self._call(serves=False, timeout_s=START_S)
+        connection.close()
+        return connection.hello.store
+
     def serve(self) -> threading.Thread:
         """Answers the launcher from now on; the thread ends when nobody is there any more.
 
         Raises PeerError and RefusedError as `connections.connect` does.
         """
         connection = self._call(serves=True, timeout_s=START_S)
+        self.launchers = connection.hello.store
         thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
         thread.start()
         return thread

@@ -97,9 +97,14 @@ def join_store(
     folder: Path, env: MutableMapping[str, str], environment: ProcessEnvironment
 ) -> OwnStore | None:
     """Fetches the files of the run, where a run folder is not the launcher's; None where it is."""
-    if not stores.is_own(folder, env.get("HOLMES_STORE")):
+    home = env.get("HOLMES_STORE")
+    if home is None and lease.owner(folder):  # whoever starts it has not said, and this says enough
+        return None
+    if home is not None and not stores.is_own(folder, home):
         return None
     store = make_store(folder, environment)
+    if home is None and store.home() in (None, stores.known_identifier(folder)):
+        return None
     store.serve()
     store.fetch_run_files()
     return store
@@ -399,7 +404,7 @@ class Worker:
         """A check that the run folder is still that of this process's job."""
         if self._store is None:
             return lease.fence(self._job.run_dir, epoch)
-        return stores.begin(self._store.folder, f"{self._env['HOLMES_STORE']}, epoch {epoch}")
+        return stores.begin(self._store.folder, f"{self._store.launchers}, epoch {epoch}")
 
     def _checkpoint(self, step: int, chunks: Sequence[Chunk]) -> Checkpoint | None:
         """Returns the checkpoint after that step; None for step 0, unless weights were imported.

@@ -17,9 +17,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from holmesjax.checkpoints import stores
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
-from holmesjax.files import schema, yaml_files
+from holmesjax.files import places, schema, yaml_files
 from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
@@ -238,7 +237,7 @@ def _reach_makes_sense(document: Document, keys: Keys, reach: ReachEntry) -> Ite
     yield from wrong_names(document, (*keys, "env"), reach.env)
     if reach.run_dir and not reach.run_dir.startswith("/"):
         place = (*keys, "run_dir")
-        is_url = stores.is_url(reach.run_dir)
+        is_url = places.is_url(reach.run_dir)
         problem = "is a URL, and no folder" if is_url else "must be a whole path, from / on"
         fix = "write /data/runs/llama, say; a store like s3:// is written by `launch gather`"
         yield document.mistake(place, problem, found=reach.run_dir, fix=fix)

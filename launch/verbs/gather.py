@@ -23,6 +23,7 @@ from holmesjax.distributed.messages import ControllerHello, MemberHello
 from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.distributed.store_messages import AskPiece
 from holmesjax.errors import CheckpointError, ConfigError, PeerError
+from holmesjax.files import places
 from holmesjax.job import Job
 from holmesjax.plan.processes import node_processes
 from holmesjax.transport import connections
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     found = chosen(run_dir, args.step)[0]
     manifest.verify(found)
     target = object_stores.path_of(args.to)
-    if not stores.is_url(args.to) and target.resolve() == run_dir.resolve():
+    if not places.is_url(args.to) and target.resolve() == run_dir.resolve():
         fix = "name another folder, or a URL of a store"
         raise ConfigError("--to", "is the run folder itself", found=args.to, fix=fix)
     with _stores(jobs.load_saved(run_dir), found, args) as read:
@@ -65,8 +66,8 @@ def _stores(job: Job, found: Checkpoint, args: argparse.Namespace) -> Iterator[R
         return
     kind = table.LAUNCHERS[args.launcher or "local"]
     launcher = table.make(kind, job.topology, args)
-    places = {where["node"] for where in away.values()}
-    nodes = [process for process in node_processes(job.topology) if process.node in places]
+    names = {where["node"] for where in away.values()}
+    nodes = [process for process in node_processes(job.topology) if process.node in names]
     key_file = job.run_dir / f"gather_{os.getpid()}.key"
     wait_s = PASSIVE_WAIT_S if kind.is_passive else WAIT_S
     with contextlib.ExitStack() as stack:
@@ -123,7 +124,7 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
         if own != "committed.json":
             _put(target / own, stores.read_whole(run_dir, own, num_bytes))
     _put(target / "committed.json", json.dumps({"step": found.step}).encode() + b"\n")
-    if not stores.is_url(str(target)):
+    if not places.is_url(str(target)):
         stores.sync(target)
     _put(target / name, manifest.text_of(content).encode())
 
@@ -137,7 +138,7 @@ def _copy(
         if path.stat().st_size == size and facts["sha256"] is None:
             progress.add(size)
             return
-    temporary = path if stores.is_url(str(target)) else path.with_name(f"{path.name}.tmp")
+    temporary = path if places.is_url(str(target)) else path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary.open("wb") as file:  # an object appears when it is closed
         for first in range(0, size, PIECE_BYTES):

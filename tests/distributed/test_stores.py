@@ -5,12 +5,13 @@ import hashlib
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from holmesjax.checkpoints import manifest, stores
 from holmesjax.checkpoints.stores import PIECE_BYTES
-from holmesjax.distributed import store_end, store_messages
+from holmesjax.distributed import store_end, store_messages, worker
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.store_end import NOBODY, OwnStore
 from holmesjax.distributed.store_hub import StoreHub
@@ -229,6 +230,17 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
     assert [step for step, _ in manifest.finished(far)] == [4, 6]
     assert sorted(path.name for path in (far / "checkpoints").iterdir())[0] == "step_00000004"
+
+
+def test_a_process_that_is_not_told_asks_whose_folder_it_has(tmp_path):
+    home, far = tmp_path / "home", tmp_path / "far"
+    with hub_of(home) as (_, join):
+        controller = join(far, serves=False)._controller
+        (home / "plan.yaml").write_text("x")
+        own = SimpleNamespace(number=0, controller=controller, key=KEY)
+        assert worker.join_store(home, {}, own) is None
+        assert worker.join_store(far, {}, own).folder == far
+        assert (far / "plan.yaml").read_text() == "x"
 
 
 NAMES = ("../x", "/etc/passwd", "checkpoints/step_00000004/../../job.key", "job.key", "owner.json")
