@@ -352,10 +352,10 @@ def files_of(path: Path, stage: int) -> Files:
 def _describe(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     has_arrays = path.parent.name == DATA and size > SMALL_BYTES
-    return {"bytes": size, "sha256": None if has_arrays else _sha256(path)}
+    return {"bytes": size, "sha256": None if has_arrays else sha256_of(path)}
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with open(path, "rb", opener=regular_files.opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # a little at a time
 

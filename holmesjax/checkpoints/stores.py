@@ -11,7 +11,6 @@ names of files come from other machines, so each is checked before it becomes a 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -246,7 +245,7 @@ class Copy:
         growing = self.path.with_name(self.part + FETCHING)
         for file, facts in self.own_files.items():
             path = self.growing(file)
-            if facts["sha256"] and _sha256(path) != facts["sha256"]:
+            if facts["sha256"] and manifest.sha256_of(path) != facts["sha256"]:
                 path.unlink()
                 raise ValueError(f"{file} has not the SHA-256 of its manifest")
         sync(growing)
@@ -254,11 +253,6 @@ class Copy:
             self.path.rename(self.path.with_name(f"{self.part}.{secrets.token_hex(4)}.damaged"))
         growing.rename(self.path)
         sync_folder(self.path.parent)
-
-
-def _sha256(path: Path) -> str:
-    with regular_files.open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(folder: Path) -> None:

@@ -315,7 +315,7 @@ def test_the_end_of_a_process_is_the_end_of_what_it_has_started(tmp_path):
 # ---- the hosts file ------------------------------------------------------------------------------
 
 GOOD = """
-defaults: {folder: /checkout, env: {A: "1", B: "2"}, ssh_options: [Compression=yes]}
+defaults: {run_dir: /data/run, folder: /checkout, env: {A: "1", B: "2"}, ssh_options: [Compression=yes]}
 hosts:
   - {node: a-0, ssh: me@one, port: 2222, env: {B: "3"}, python: python3.12}
   - {node: b-0, addresses: {roce: [10.0.0.1, 10.0.0.2], ethernet: [10.1.0.1]}}
@@ -336,6 +336,7 @@ def test_a_hosts_file_fills_in_its_defaults(tmp_path):
         ssh_options=("Compression=yes",),
         folder="/checkout",
         python="python3.12",
+        run_dir="/data/run",
         env={"A": "1", "B": "3"},
         addresses={},
     )
