@@ -195,6 +195,14 @@ def test_what_nobody_has_is_named_before_anything_starts(tmp_path):
         wait_until(lambda: hub.said[1:] == ["starts"])
 
 
+def test_whoever_fetches_nothing_is_told_to_gather(sites):
+    *_, checkpoint, folders = sites
+    assert manifest.newest(folders["home"], print, fetches=True) == checkpoint
+    with pytest.raises(CheckpointError, match="launch gather") as error:
+        manifest.newest(folders["home"], print)
+    assert error.value.found == "part_1 in n1:/f"
+
+
 def test_a_launcher_that_has_lost_a_checkpoint_neither_begins_anew_nor_removes_it(tmp_path):
     write_parts(far := tmp_path / "far", "part_1")
     commit(far)
