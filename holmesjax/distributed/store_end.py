@@ -22,9 +22,9 @@ from holmesjax.distributed.store_messages import (
     AskHeld,
     AskPiece,
     AskRunFiles,
-    Held,
+    HeldParts,
     Keep,
-    Kept,
+    KeptSteps,
     Put,
     PutManifest,
     RunFiles,
@@ -135,9 +135,11 @@ class OwnStore:
                     return
                 case AskHeld(step=step, files=files):
                     parts = stores.held(self.folder, step, files)
-                    answer: Record = Held(parts=parts, steps=stores.committed_steps(self.folder))
+                    answer: Record = HeldParts(
+                        parts=parts, steps=stores.committed_steps(self.folder)
+                    )
                 case Keep(steps=steps, last=last, dropped=dropped):
-                    answer = Kept(lacking=stores.keep(self.folder, steps, last, dropped))
+                    answer = KeptSteps(lacking=stores.keep(self.folder, steps, last, dropped))
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
                     answer = Put()

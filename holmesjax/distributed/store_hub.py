@@ -26,9 +26,9 @@ from holmesjax.distributed.store_messages import (
     AskHeld,
     AskPiece,
     AskRunFiles,
-    Held,
+    HeldParts,
     Keep,
-    Kept,
+    KeptSteps,
     PutManifest,
     RunFiles,
     StoreCall,
@@ -217,7 +217,7 @@ class StoreHub:
     def _take_stock(self, store: _Store, step: int, files: manifest.Files) -> None:
         with contextlib.suppress(OSError, ValueError, UnansweredError):
             answer, _ = store.ask(AskHeld(step=step, files=files))
-            assert isinstance(answer, Held), answer
+            assert isinstance(answer, HeldParts), answer
             store.parts, store.steps = set(answer.parts), answer.steps
 
     def _refuse_newer(self, step: int) -> None:
@@ -279,7 +279,7 @@ class StoreHub:
         for store in {s.call.id: s for s in self._stores if not s.is_lost}.values():
             try:
                 answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
-                assert isinstance(answer, Kept), answer
+                assert isinstance(answer, KeptSteps), answer
                 for step in sorted({*answer.lacking, *resumed}):
                     path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
                     text = regular_files.read_text(path)

@@ -19,7 +19,7 @@ ANSWER_S = 60.0  # for an answer: a disk may be slow, and a link
 
 @dataclass(frozen=True, kw_only=True)
 class StoreCall(Record):
-    """What a caller says of its store, in its hello."""
+    """The facts that a caller tells of its store, in its hello."""
 
     kind = "store"
     id: str
@@ -54,7 +54,7 @@ class AskPiece(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece(Record):
+class FilePiece(Record):
     """So many bytes of a file follow."""
 
     kind = "piece"
@@ -72,7 +72,7 @@ class AskHeld(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held(Record):
+class HeldParts(Record):
     """Names of parts, and steps."""
 
     kind = "held"
@@ -91,7 +91,7 @@ class Keep(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept(Record):
+class KeptSteps(Record):
     """The steps of those whose manifest is not there."""
 
     kind = "kept"
@@ -124,7 +124,7 @@ class Unanswered(Record):
 
 TO_STORE = by_kind(AskPiece, AskHeld, Keep, PutManifest)
 TO_LAUNCHER = by_kind(AskRunFiles, AskPiece)
-ANSWERS = by_kind(RunFiles, Piece, Held, Kept, Put, Unanswered)
+ANSWERS = by_kind(RunFiles, FilePiece, HeldParts, KeptSteps, Put, Unanswered)
 
 
 class UnansweredError(Exception):
@@ -132,7 +132,7 @@ class UnansweredError(Exception):
 
 
 def ask(connection: Connection[Any], question: Record) -> tuple[Record, bytes]:
-    """Sends a question; the answer, and the bytes that follow a `Piece`.
+    """Sends a question; the answer, and the bytes that follow a `FilePiece`.
 
     Raises:
       UnansweredError: the other end says why it cannot answer.
@@ -143,7 +143,7 @@ def ask(connection: Connection[Any], question: Record) -> tuple[Record, bytes]:
     answer = decode(connection.receive(), ANSWERS)
     if isinstance(answer, Unanswered):
         raise UnansweredError(answer.problem)
-    if not isinstance(answer, Piece):
+    if not isinstance(answer, FilePiece):
         return answer, b""
     if not 0 <= answer.num_bytes <= PIECE_BYTES:
         raise ValueError(f"a piece of {answer.num_bytes} bytes")
@@ -156,7 +156,7 @@ def ask(connection: Connection[Any], question: Record) -> tuple[Record, bytes]:
 def send_piece(connection: Connection[Any], content: bytes) -> None:
     """Answers with bytes of a file. Raises OSError. Only one thread may send."""
     sha256 = hashlib.sha256(content).hexdigest()
-    connection.send(encode(Piece(num_bytes=len(content), sha256=sha256)))
+    connection.send(encode(FilePiece(num_bytes=len(content), sha256=sha256)))
     connection.sock.sendall(content)
 
 

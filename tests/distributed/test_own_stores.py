@@ -63,7 +63,7 @@ def test_a_run_of_two_folders_resumes_on_one_and_back_on_two(tmp_path):
 
 
 def assert_gathered_and_verified(tmp_path):
-    """What is gathered is whole by itself, here and in a store; a flipped byte is found."""
+    """The gathered checkpoint is whole by itself."""
     home, here = tmp_path / "run", tmp_path / "gathered"
     hosts = ("--hosts", tmp_path / "hosts.yaml")
     done = run_launch("gather", home, "--to", here, "--launcher", "local", *hosts)

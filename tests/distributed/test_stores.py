@@ -15,7 +15,7 @@ from holmesjax.distributed import store_end, store_messages, worker
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.store_end import NOBODY, OwnStore
 from holmesjax.distributed.store_hub import StoreHub
-from holmesjax.distributed.store_messages import AskPiece, Piece
+from holmesjax.distributed.store_messages import AskPiece, FilePiece
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError, LostLeaseError, PeerError
 from holmesjax.transport.connections import KEY_BYTES
 from holmesjax.transport.records import encode
@@ -102,7 +102,7 @@ def wait_until(condition):
 
 
 def look(hub, checkpoint):
-    """What the hub says before a start: raises what is wrong."""
+    """Lets the hub look before a start; raises the problem that it finds."""
     started = []
     hub.prepare(checkpoint, lambda: started.append(True))
     wait_until(lambda: started or hub._problem)
@@ -170,7 +170,7 @@ def test_bytes_that_change_on_their_way_are_not_taken(sites, monkeypatch):
 
     def send(connection, content):  # one bit of it is another
         sha256 = hashlib.sha256(content).hexdigest()
-        connection.send(encode(Piece(num_bytes=len(content), sha256=sha256)))
+        connection.send(encode(FilePiece(num_bytes=len(content), sha256=sha256)))
         connection.sock.sendall(bytes([content[0] ^ 1]) + content[1:])
 
     monkeypatch.setattr(store_messages, "send_piece", send)
