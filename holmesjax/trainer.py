@@ -363,7 +363,9 @@ class Trainer:
                     TrainingLoop,
                     tell=recorder.take,
                     is_stopping=is_stopping,
-                    is_saving=SaveSchedule(config.checkpoint, begun=saves.begun),
+                    is_saving=SaveSchedule(
+                        config.checkpoint, begun=saves.begun, retries=saves.is_retry_due
+                    ),
                     begins=progress.begin,
                     profiles=self.run_dir / jobs.PROFILES,
                     skipped=start.skipped,
@@ -410,7 +412,15 @@ class Trainer:
             alarm.committed(step)
             self._callbacks.saved(step, manifest.folder_of(self.run_dir, step))
 
-        saves = Saves(self.run_dir, 1, commit, retention, say, committed)
+        saves = Saves(
+            self.run_dir,
+            1,
+            commit,
+            retention,
+            say,
+            committed,
+            limit_s=60 * config.failing_minutes,
+        )
         alarm.attach(saves.outstanding, say)
         return saves
 

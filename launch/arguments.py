@@ -203,7 +203,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     what = "what may differ: settings from the checkpoint's, or facts between processes: "
     what += "train.seed,source"
     add("--allow", action="append", default=[], metavar="NAMES", help=what)
-    add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    add("--hosts", metavar="YAML", help="ssh: how each node is reached, and its run folder")
     add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
     add("--submit", action="store_true", help="slurm: submit the file that is written")
 
@@ -385,6 +385,23 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="a run folder of this machine")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="the folder of a run")
+    parser.add_argument("--step", type=int, metavar="N", help="one checkpoint (all)")
+
+
+def _add_gather(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", help="the folder of a run")
+    add("--to", required=True, metavar="DIR_OR_URL", help="where the checkpoint goes: s3://b/x")
+    add("--step", type=int, metavar="N", help="after which step (the newest)")
+    _add_agents(parser)
+
+
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """Adds no arguments: an agent reads its environment."""
 
@@ -423,6 +440,8 @@ VERBS = {
     "data": Verb("show what data a run would read", _add_data),
     "import": Verb("begin a run with the weights of a Hugging Face folder", _add_import),
     "export": Verb("write a run's model as a Hugging Face folder", _add_export),
+    "verify": Verb("read a run's checkpoints, and compare them with their manifests", _add_verify),
+    "gather": Verb("make one checkpoint of parts that are in several places", _add_gather),
     "top": Verb("show a run as it trains: its loss, stages, links and time left", _add_top),
     "report": Verb("write report.html of a run, as far as the run has come", _add_report),
     "compare": Verb("show runs side by side: losses, costs and settings", _add_compare),
@@ -431,5 +450,6 @@ VERBS = {
     "probe": Verb("measure the networks of a topology, and write them into its file", _add_probe),
     "profile": Verb("measure a device, so that the planner knows its speed", _add_profile),
     "agent": Verb("answer what doctor and probe ask of a node (they start it)", _add_nothing),
+    "store": Verb("let a job read the parts of checkpoints that are here", _add_store),
     "worker": Verb("be one process of a job (for launchers)", _add_worker),
 }

@@ -43,6 +43,7 @@ from holmesjax.distributed.messages import (
     Up,
     Warned,
 )
+from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.errors import (
     REQUEUE,
     DamagedError,
@@ -54,7 +55,7 @@ from holmesjax.errors import (
 )
 from holmesjax.hosts import computing
 from holmesjax.liveness.lease import Lease
-from holmesjax.plan.processes import Process
+from holmesjax.plan.processes import Process, node_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
@@ -66,9 +67,10 @@ from launch.launchers.launcher import Launcher, leaving
 from launch.loop_watch import LoopWatch
 from launch.process_logs import ProcessLogs, is_noise
 from launch.stop_requests import StopRequests
-from launch.workers import start_workers
+from launch.workers import start_stores, start_workers
 
 KEY = "job.key"
+STORES_S = 60.0  # for processes to come that only have parts of a checkpoint
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
 LEAST_LEFT_S = 5.0  # that a job has to end in, however late it was asked to
@@ -143,7 +145,10 @@ class Attempt:
         self._progress = Progress(self._config)
         leaders = [process.name for process in processes if process.leads]
         self._alarm = CommitAlarm(self._job.config.checkpoint, start.step, leaders)
+        self._part_of: dict[str, int] = {}  # part -> the process that writes it
         with ExitStack() as stack:
+            self._hub = self._open_hub()
+            stack.callback(self._hub.close)
             self._controller = stack.enter_context(self._open_controller())
             self._recorder = stack.enter_context(self._open_recorder())
             self._opened = stack.pop_all()
@@ -153,12 +158,34 @@ class Attempt:
         self._saves = Saves(
             self._job.run_dir,
             len(self._job.plan.stages),
-            functools.partial(committing.commit, start, data=self._data, owner=lease),
+            functools.partial(
+                committing.commit,
+                start,
+                data=self._data,
+                stores=lambda: self._hub.stores_of_parts(self._part_of),
+                owner=lease,
+            ),
             self._retention(print_line),
             print_line,
-            self._alarm.committed,
+            self._committed,
+            limit_s=60 * self._job.config.checkpoint.failing_minutes,
         )
         self._alarm.attach(self._saves.outstanding, print_line)
+
+    def _open_hub(self) -> StoreHub:
+        """Knows the run folders that are not the launcher's."""
+        checkpoint = self.start.checkpoint
+        written = checkpoint.manifest.get("stores", {}) if checkpoint else {}
+        nodes = {where["node"] for where in written.values()} - {p.node for p in self._processes}
+        self._keepers = [p for p in node_processes(self._job.topology) if p.node in nodes]
+        wait_s = STORES_S if self._keepers else 0.0
+        if not self._launcher.sees_exits:  # somebody else starts them
+            wait_s = self._config.start_timeout_s / 2
+        return StoreHub(self._job.run_dir, self._processes, say, wait_s)
+
+    def _committed(self, step: int) -> None:
+        self._alarm.committed(step)
+        self._hub.committed(step)
 
     def _open_controller(self) -> Controller:
         """Listens for the processes."""
@@ -174,10 +201,14 @@ class Attempt:
             key=read_or_make(self._key_file),
             silence_s=self._config.silence_s,
             is_saving=SaveSchedule(
-                self._job.config.checkpoint, begun=lambda step: self._saves.begun(step)
+                self._job.config.checkpoint,
+                begun=lambda step: self._saves.begun(step),
+                retries=lambda: self._saves.is_retry_due(),
             ),
             progress=self._progress,
             allow=computing.permitted(self._job.run_dir, self._unlike),
+            hub=self._hub,
+            checkpoint=self.start.checkpoint,
         )
 
     def _open_recorder(self) -> Recorder:
@@ -217,6 +248,15 @@ class Attempt:
                 key_file=self._key_file,
                 variables=self._variables,
                 restart=self._restart,
+                store=self._hub.id,
+            )
+            start_stores(
+                self._launcher,
+                self._keepers,
+                self._controller.address,
+                run_dir=self._job.run_dir,
+                key_file=self._key_file,
+                events=queue.SimpleQueue(),
             )
             watched.enter_context(self._loop_watch)
             done = self._supervise()
@@ -283,6 +323,7 @@ class Attempt:
         end_s: float | None = None
         while len(self.exited) < len(self._processes):
             self._loop_watch.turn()
+            self._hub.raise_problem()
             if self._stops and not self.up:  # nothing has been trained that could be saved
                 raise SystemExit(leaving(self._stops.first))
             if self._stops.is_impatient:
@@ -304,6 +345,7 @@ class Attempt:
             self._hear(event)
             self._saves.check()
             if len(self.done) == len(self._processes) and end_s is None:
+                self._hub.settle()
                 self._controller.broadcast(AllDone())
                 end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
         for _, line in self.output:
@@ -331,6 +373,7 @@ class Attempt:
             case Measurements(measured=report):
                 self._record(report)
             case Saved(step=step, arrays=arrays, files=files):
+                self._part_of |= {name.partition("/")[0]: number for name in files}
                 self._saves.saved(step, arrays, files, name)
             case Unsaved(step=step, reason=reason):
                 leads = self._processes[number].leads

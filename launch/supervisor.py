@@ -130,6 +130,7 @@ class Supervisor:
             {found.path: error},
             owner=owner,
             pause=self._wait_to_see,
+            fetches=True,
         )
         if not self._can_start:
             fix = "start it again with the same command: it goes on from the older checkpoint"
@@ -217,7 +218,9 @@ class Supervisor:
     def _start_and_run(self, owner: Lease, restart: int) -> int:
         """Runs an attempt from the newest checkpoint on, unless all steps are done."""
         job = self._job
-        start = resume.find(job, self._allow, say, owner=owner, pause=self._wait_to_see)
+        start = resume.find(
+            job, self._allow, say, owner=owner, pause=self._wait_to_see, fetches=True
+        )
         if start.step >= job.config.train.steps:
             print(*start.finished(), sep="\n", flush=True)
             return 0

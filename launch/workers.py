@@ -9,7 +9,7 @@ from holmesjax.job import Job
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections
-from launch.launchers.launcher import Launcher, ProcessStart
+from launch.launchers.launcher import EventSink, Launcher, ProcessStart
 
 
 def pool_of(
@@ -42,6 +42,7 @@ def start_workers(
     variables: Mapping[str, str],
     restart: int = 0,
     options: Sequence[str] = (),
+    store: str | None = None,
 ) -> None:
     """Starts a worker for each process of a job.
 
@@ -54,16 +55,49 @@ def start_workers(
       variables: of their environment, besides those that say where a worker is in the job.
       restart: how often the job was started before.
       options: of the command, behind the run folder.
+      store: the identifier of the run folder; None: all processes see it.
     """
     shared = {
         **variables,
+        **({"HOLMES_STORE": store} if store else {}),
         "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
         "HOLMES_KEY_FILE": str(key_file.absolute()),
         "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
         "HOLMES_RESTART": str(restart),
     }
-    command = ["worker", str(run_dir.absolute()), *options]
+    folder = str(run_dir.absolute())
+    command = ["worker", folder, *options]
     for process in processes:
         env = {**shared, "HOLMES_PROCESS": str(process.number)}
-        start = ProcessStart(process=process, command=command, env=env)
+        start = ProcessStart(process=process, command=command, env=env, run_dir=folder)
         launcher.start(start, controller.events)
+
+
+def start_stores(
+    launcher: Launcher,
+    nodes: Sequence[Process],
+    address: tuple[str, int],
+    *,
+    run_dir: Path,
+    key_file: Path,
+    events: EventSink,
+) -> None:
+    """Starts a process on each of some nodes, which lets others read its run folder.
+
+    Args:
+      launcher: starts them.
+      nodes: which have parts of a checkpoint, and no process of the job.
+      address: with its port, where the hub listens.
+      run_dir: the run folder, where the launcher knows no other for a node.
+      key_file: has the key of the job.
+      events: receives their output and their ends.
+    """
+    folder = str(run_dir.absolute())
+    for process in nodes:
+        env = {
+            "HOLMES_CONTROLLER": "{}:{}".format(*address),
+            "HOLMES_KEY_FILE": str(key_file.absolute()),
+            "HOLMES_NODE": process.node,
+        }
+        start = ProcessStart(process=process, command=["store", folder], env=env, run_dir=folder)
+        launcher.start(start, events)

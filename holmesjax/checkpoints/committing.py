@@ -5,16 +5,21 @@ itself where it is the only one.
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holmesjax import units
 from holmesjax.checkpoints import manifest, skipped_data
 from holmesjax.checkpoints.resume import Start, settings
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.errors import PeerError
 from holmesjax.liveness.lease import Lease
+
+RETRY_S = 30.0  # after a save that failed; twice as long after each further one
+MAX_RETRY_S = 600.0
 
 
 @dataclass
@@ -29,9 +34,9 @@ class _Told:
 class Saves:
     """The checkpoints of a session: committed when whole, given up when a part cannot be written.
 
-    Training goes on after a save that failed, since the next may succeed. Two that fail in a row,
-    or the last one, end the run. Checkpoints that are committed stay as they are: what follows a
-    commit cannot make it fail.
+    Training goes on after a save that failed, and the next is tried after a pause, which grows. If
+    saves have failed for too long, or if the last one fails, the run ends. Checkpoints that are
+    committed stay as they are: what follows a commit cannot make it fail.
 
     Args:
       run_dir: the run folder.
@@ -40,6 +45,8 @@ class Saves:
       retention: removes what need not stay.
       warn: takes a line about each save that failed, when it fails.
       committed: told of each step after which a checkpoint was committed.
+      limit_s: how long saves may fail; a failure after that, which is not the first, ends the run.
+      clock: seconds that only grow.
     """
 
     def __init__(
@@ -50,7 +57,13 @@ class Saves:
         retention: Retention,
         warn: Callable[[str], None],
         committed: Callable[[int], object] = lambda step: None,
+        *,
+        limit_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self._limit_s, self._clock = limit_s, clock
+        self._first_s = self._last_s = 0.0  # of the failures
+        self._is_spent = False
         self._run_dir, self._num_tellers, self._committed = run_dir, num_tellers, committed
         self._commit, self._retention, self._warn = commit, retention, warn
         self._told: dict[int, _Told] = {}
@@ -88,14 +101,23 @@ class Saves:
         if step not in self._failed:
             self._failed.add(step)
             self._failures.append(reason)
-            end = "" if len(self._failures) > 1 else "; a second one in a row ends the run"
+            self._last_s = self._clock()
+            if len(self._failures) == 1:
+                self._first_s = self._last_s
+            left_s = self._limit_s - (self._last_s - self._first_s)
+            self._is_spent = len(self._failures) > 1 and left_s <= 0
+            end = (
+                "" if self._is_spent else f"; the next is tried in {units.duration(self._pause_s)}"
+            )
+            if left_s > 0:
+                end += f", and the run ends if saves fail for {units.duration(left_s)} more"
             self._warn(f"warning: no checkpoint after step {step}: {reason}{end}")
         if counts:
             self._count(step, self._told.setdefault(step, _Told()), teller)
 
     def check(self, *, at_end: bool = False) -> None:
-        """Raises PeerError after two failures in a row; at the end also after one."""
-        if len(self._failures) < (1 if at_end else 2):
+        """Raises PeerError where saves have failed for too long; at the end after any failure."""
+        if not (self._failures if at_end else self._is_spent):
             return
         raise PeerError(  # a disk may have room again
             str(self._run_dir / manifest.FOLDER),
@@ -103,6 +125,16 @@ class Saves:
             found=self._failures[-1],
             fix="free space or choose another run.dir, then resume from the last checkpoint",
         )
+
+    @property
+    def _pause_s(self) -> float:
+        """Until the next save is tried: longer after each failure."""
+        return min(RETRY_S * 2.0 ** (len(self._failures) - 1), MAX_RETRY_S)
+
+    def is_retry_due(self) -> bool:
+        """Whether it is time for another save after one that failed; from any thread."""
+        has_ended = bool(self._failures) and not self._told
+        return has_ended and self._clock() - self._last_s >= self._pause_s
 
     def _count(self, step: int, told: _Told, teller: str) -> None:
         told.tellers.append(teller)
@@ -129,6 +161,7 @@ def commit(
     files: manifest.Files,
     *,
     data: Mapping[str, str],
+    stores: Callable[[], Mapping[str, Mapping[str, str]]] = dict,
     owner: Lease | None = None,
 ) -> None:
     """Makes a checkpoint of the parts that all stages have written after a step.
@@ -137,6 +170,7 @@ def commit(
       start: of the session that trains.
       step: optimizer steps done.
       arrays, files, data: for `manifest.commit`.
+      stores: gives what `manifest.commit` takes.
       owner: of the run; the commit is taken back where the run turns out to be another's.
     """
     job = start.job
@@ -152,6 +186,7 @@ def commit(
         plan_hash=job.plan.hash(),
         arrays=arrays,
         files=files,
+        stores=stores(),
     )
     if owner is None:
         write()

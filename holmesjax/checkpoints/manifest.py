@@ -5,7 +5,8 @@
                               manifest.json
                 step_00000200.damaged/        found damaged by two processes: set aside
 
-The manifest says which part holds which array, with its dtype, shape and digest (`digests`), and
+The manifest says which part holds which array, with its dtype, shape and digest (`digests`), which
+store has a part that is not in the launcher's folder (`stores`), and
 has the size of every file, and the SHA-256 of those that are not the arrays themselves. It is
 written last: a folder without one is no checkpoint. Orbax restores a flipped payload bit without an
 error. So a reader of arrays compares their digests (`checkpoint`). This module verifies all else.
@@ -157,8 +158,26 @@ def listed(folder: Path) -> list[str]:
         return []
 
 
+def elsewhere(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """The parts that are in other stores and not here: each with the place where it was written."""
+    known = checkpoint.manifest.get("stores", {})
+    return {part: where for part, where in known.items() if not (checkpoint.path / part).exists()}
+
+
+def refuse_elsewhere(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError where parts are in other stores, for whoever fetches nothing."""
+    if away := elsewhere(checkpoint):
+        found = ", ".join(f"{part} in {x['node']}:{x['folder']}" for part, x in away.items())
+        fix = f"bring them together: python -m launch gather {checkpoint.path.parent.parent} --to "
+        fix += "FOLDER, and use that folder"
+        raise CheckpointError(str(checkpoint.path), "has parts elsewhere", found=found, fix=fix)
+
+
 def verify(checkpoint: Checkpoint) -> None:
-    """Raises DamagedError unless every file has its size, and each small file its SHA-256."""
+    """Raises DamagedError unless every file has its size, and each small file its SHA-256.
+
+    Parts that are `elsewhere` are not looked at.
+    """
     manifest = checkpoint.manifest
     if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
         raise damaged(
@@ -170,10 +189,13 @@ def verify(checkpoint: Checkpoint) -> None:
     if manifest["step"] != checkpoint.step:
         problem = f"is damaged: it is a checkpoint after step {manifest['step']}"
         raise damaged(checkpoint, "", problem, checkpoint.path.name)
-    files: Files = manifest["files"]
-    for name in files:
+    for name in manifest["files"]:
         if PurePosixPath(name).is_absolute() or {"..", "\0"} & {*PurePosixPath(name).parts, *name}:
             raise damaged(checkpoint, MANIFEST, "names a file outside its folder", repr(name[:80]))
+    away = elsewhere(checkpoint)
+    files: Files = {
+        name: x for name, x in manifest["files"].items() if name.partition("/")[0] not in away
+    }
 
     def check(name: str) -> DamagedError | None:
         try:
@@ -208,6 +230,7 @@ def newest(
     check: Callable[[], object] = lambda: None,
     confirm: Callable[[Checkpoint, DamagedError], None] = lambda checkpoint, error: None,
     pause: Callable[[float], object] = time.sleep,
+    fetches: bool = False,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, as far as is seen without reading arrays.
 
@@ -220,6 +243,7 @@ def newest(
       check: called before anything is written; raises where the run is another's by now.
       confirm: returns if another process finds damage, too (`second_reading`).
       pause: waits for some seconds; what it raises ends a wait of a minute.
+      fetches: whether parts may be in other stores, which processes then fetch.
 
     Raises CheckpointError if all are damaged, or the newest is gone; nothing is renamed.
     """
@@ -231,6 +255,8 @@ def newest(
             if found.path in known:
                 raise known[found.path]
             verify(found)
+            if not fetches:
+                refuse_elsewhere(found)
         except DamagedError as error:
             if move and found.path not in known:
                 warn(f"{error.where}: {error.problem}; another process reads it once more")
@@ -329,10 +355,10 @@ def files_of(path: Path, stage: int) -> Files:
 def _describe(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     has_arrays = path.parent.name == DATA and size > SMALL_BYTES
-    return {"bytes": size, "sha256": None if has_arrays else _sha256(path)}
+    return {"bytes": size, "sha256": None if has_arrays else sha256_of(path)}
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with open(path, "rb", opener=regular_files.opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # a little at a time
 
@@ -347,6 +373,7 @@ def commit(
     plan_hash: str,
     arrays: Mapping[str, Mapping[str, Any]],
     files: Files,
+    stores: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> None:
     """Makes a checkpoint of the parts that were written, which is done when this returns.
 
@@ -358,6 +385,7 @@ def commit(
       data: digests of each split and of the order of the data.
       arrays: array -> its dtype, shape and digest, and the name of the part that holds it.
       files: what `files_of` gave for each part.
+      stores: part -> identifier, node and folder of its store; empty: all parts are here.
     """
     path = folder_of(run_dir, step)
     manifest: dict[str, Any] = {
@@ -369,9 +397,16 @@ def commit(
         "plan_hash": plan_hash,
         "arrays": arrays,
         "files": files,
+        **({"stores": stores} if stores else {}),
     }
-    manifest["sha256"] = _manifest_sha256(manifest)
-    write_whole(path / MANIFEST, json.dumps(manifest, indent=1), replaces=False)
+    path.mkdir(parents=True, exist_ok=True)  # where no part is in this folder
+    write_whole(path / MANIFEST, text_of(manifest), replaces=False)
+
+
+def text_of(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest's file, with a new SHA-256 of its content."""
+    content = dict(manifest)
+    return json.dumps({**content, "sha256": _manifest_sha256(content)}, indent=1)
 
 
 def withdraw(run_dir: str | Path, step: int) -> None:

@@ -89,17 +89,29 @@ def _average_shapes(params: Any) -> Average:
     return Average(jax.ShapeDtypeStruct((), "int32"), params)
 
 
-def _restore_state(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
-    written = chunk.optimizer.as_written(checkpoint.settings["optimizer"])
+def parts_of(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> set[str]:
+    """The names of the parts that `restore` reads for these stages, as far as they are known."""
+    known = checkpoint.manifest["arrays"]
+    keys = {key for chunk in chunks for key in flatten(_writer(checkpoint, chunk).state_shapes)}
+    return {known[key]["part"] for key in keys & known.keys()}
+
+
+def _writer(checkpoint: Checkpoint, chunk: Chunk) -> Chunk:
+    """The stage, with a state in the form in which the checkpoint has it."""
     dtypes = _written(checkpoint)
-    writer = dataclasses.replace(
+    return dataclasses.replace(
         chunk,
-        optimizer=written,
+        optimizer=chunk.optimizer.as_written(checkpoint.settings["optimizer"]),
         param_dtype=dtypes.trained,
         compute_dtype=dtypes.untrained,
         ema_decay=chunk.ema_decay if has_average(checkpoint) else None,
         spike_rule=chunk.spike_rule if _remembers(checkpoint, chunk) else None,
     )
+
+
+def _restore_state(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
+    writer = _writer(checkpoint, chunk)
+    written = writer.optimizer
     shapes, own = writer.state_shapes, chunk.state_shapes
     if not _has_optimizer(checkpoint):
         found = _restore_tree(checkpoint, {"params": shapes.params, "fixed": shapes.fixed})

@@ -233,6 +233,7 @@ def find(
     *,
     owner: Lease | None = None,
     pause: Callable[[float], object] = time.sleep,
+    fetches: bool = False,
 ) -> Start:
     """Finds where the job goes on; the run folder must be the caller's (`lease`).
 
@@ -240,7 +241,7 @@ def find(
       allow: what `--allow` said, each time.
       warn: takes what is wrong with newer checkpoints.
       known: for `manifest.newest`.
-      pause: for `manifest.newest`.
+      pause, fetches: for `manifest.newest`.
       owner: of the run; without it nothing is renamed or refused for what is gone.
 
     Raises:
@@ -258,6 +259,7 @@ def find(
         check=check,
         confirm=functools.partial(second_reading.confirm, pause=pause, say=warn),
         pause=pause,
+        fetches=fetches,
     )
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
     start = Start(
@@ -303,7 +305,13 @@ def roll_back(
     """
     confirm = functools.partial(second_reading.confirm, pause=pause, say=say)
     checkpoint = manifest.newest(
-        job.run_dir, say, move=owner.move, check=owner.check, confirm=confirm, pause=pause
+        job.run_dir,
+        say,
+        move=owner.move,
+        check=owner.check,
+        confirm=confirm,
+        pause=pause,
+        fetches=True,
     )
     owner.check()
     step = checkpoint.step if checkpoint else 0

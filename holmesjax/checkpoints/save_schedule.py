@@ -10,7 +10,8 @@ class SaveSchedule:
     """Whether to save after a step: after so many steps, or so many minutes after the last time.
 
     The minutes count from the first step that is asked about. `begun` is told of each step after
-    which a checkpoint is written, in the thread that asks.
+    which a checkpoint is written, in the thread that asks. `retries` says whether one that failed
+    is to be tried again now.
     """
 
     def __init__(
@@ -18,15 +19,16 @@ class SaveSchedule:
         config: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
         begun: Callable[[int], object] = lambda step: None,
+        retries: Callable[[], bool] = lambda: False,
     ):
-        self._begun = begun
+        self._begun, self._retries = begun, retries
         self._every, self._interval_s = config.every, 60 * config.minutes
         self._clock = clock
         self._last_s: float | None = None
 
     def __call__(self, step: int) -> bool:
         """To be asked once after each step."""
-        is_due = self._is_due(step)
+        is_due = self._is_due(step) or self._retries()
         if is_due:
             self._begun(step)
         return is_due

@@ -14,6 +14,7 @@ from holmesjax.config.mistakes import Check, wrong
 from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.sections import AUTO, CheckpointConfig, DistributedConfig, RunConfig
 from holmesjax.errors import ConfigError
+from holmesjax.files import places
 
 
 def _cache_is_a_place(run: RunConfig) -> Iterator[ConfigError]:
@@ -32,6 +33,13 @@ def _home_is_written_out(
     if (path := getattr(section, name.partition(".")[2]) or "").startswith("~"):
         problem = "must be a path without ~, which only a shell replaces at the start of a word"
         yield wrong(name, problem, path, f"write it out, as /home/NAME{path[1:]}")
+
+
+def _run_folder_is_no_url(run: RunConfig) -> Iterator[ConfigError]:
+    if places.is_url(run.dir):
+        problem = "is a URL, which would become a folder of that name here"
+        fix = "name a folder; `launch gather RUN --to URL` copies a checkpoint into a store"
+        yield wrong("run.dir", problem, run.dir, fix)
 
 
 def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
@@ -60,7 +68,7 @@ def _of_transformers(check: Callable[..., Iterator[ConfigError]]) -> Callable[..
 CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
 # By the sections that a check reads: the checks.
 CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
-    ("run",): (_cache_is_a_place, partial(_home_is_written_out, "run.dir")),
+    ("run",): (_cache_is_a_place, _run_folder_is_no_url, partial(_home_is_written_out, "run.dir")),
     ("train",): (
         training_checks.gradients_have_exponents,
         training_checks.profiled_steps_are_of_the_run,

@@ -11,7 +11,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from holmesjax.config.allowed_values import MOST_S, STRICT, Count, Flag, Positive, Seconds, Text
+from holmesjax.config.allowed_values import (
+    MOST_S,
+    STRICT,
+    Count,
+    Flag,
+    NonNegative,
+    Positive,
+    Seconds,
+    Text,
+)
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import refuse_mistakes
 from holmesjax.config.model_sections import ModelConfig
@@ -149,6 +158,9 @@ class CheckpointConfig:
     keep: Count = 3  # newest checkpoints that are kept
     # Hours of which one checkpoint is kept besides, the first of each. None: no other is kept.
     keep_every_hours: Positive | None = 12.0
+    # Minutes for which saves may fail, one after the other, until the run ends with 75. A save that
+    # fails is tried again after 30 s, and then after pauses that grow to 10 min.
+    failing_minutes: NonNegative = 60.0
     # Intervals without a committed checkpoint until an alarm says so, while steps go on.
     alarm_intervals: Count = 3
 

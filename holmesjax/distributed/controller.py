@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
+from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.distributed.member_records import Seat
 from holmesjax.distributed.messages import (
     BEATS,
@@ -46,6 +47,7 @@ from holmesjax.distributed.messages import (
     Warned,
     decode_of_member,
 )
+from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.errors import HolmesError
 from holmesjax.hosts import computing
 from holmesjax.plan.processes import Process
@@ -83,6 +85,8 @@ class Controller:
       is_saving: asked once about each step, when all have voted on it.
       progress: told of all progress.
       allow: names of `computing.facts` in which members may differ.
+      hub: takes stores, and looks for what is resumed before the members start.
+      checkpoint: what is resumed, for the hub.
     """
 
     def __init__(
@@ -98,7 +102,10 @@ class Controller:
         is_saving: Callable[[int], bool],
         progress: Progress,
         allow: Collection[str] = (),
+        hub: StoreHub | None = None,
+        checkpoint: Checkpoint | None = None,
     ):
+        self._hub, self._checkpoint = hub, checkpoint
         self.events: queue.Queue[ProcessEvent] = queue.Queue()
         self._session = secrets.token_hex(8)
         self._seats = [Seat(process) for process in processes]
@@ -120,7 +127,7 @@ class Controller:
         self._admission = Admission(
             sock,
             key=key,
-            hello=ControllerHello(session=self._session),
+            hello=ControllerHello(session=self._session, store=hub.id if hub else None),
             expected=MemberHello,
             check=self._check,
             enter=self._enter,
@@ -212,6 +219,10 @@ class Controller:
         }
 
     def _check(self, hello: MemberHello) -> str | None:
+        if hello.store is not None:
+            ours = {"protocol": PROTOCOL}
+            unknown = "the launcher takes no stores" if self._hub is None else None
+            return unknown or differences(ours, {"protocol": hello.protocol})
         number = hello.process
         if not 0 <= number < len(self._seats):
             return f"the job has {len(self._seats)} processes, and it is number {number}"
@@ -247,6 +258,10 @@ class Controller:
         return None, []
 
     def _enter(self, connection: Connection[MemberHello]) -> None:
+        if connection.hello.store is not None:
+            assert self._hub is not None, "others are refused"
+            self._hub.enter(connection)
+            return
         seat = self._seats[connection.hello.process]
         if connection.hello.again is not None:
             self._go_on(seat, connection)
@@ -309,7 +324,10 @@ class Controller:
                 self._num_ready += seat.addresses is None
                 seat.addresses, seat.unproven = record.addresses, record.unproven
                 if self._num_ready == len(self._seats):
-                    self._start_all()
+                    if self._hub:
+                        self._hub.prepare(self._checkpoint, self._start_all)
+                    else:
+                        self._start_all()
             case AskAddresses():
                 found = [[number, self._addresses(number)["data"]] for number in record.of]
                 self.send(seat.process.number, Addresses(found=found))

@@ -29,7 +29,7 @@ class Generator(Worker):
         mesh = self._join(start)
         member.send(Up())
         texts = member.wait_for(Texts)
-        found = self._checkpoint(start.resume)
+        found = self._saved(start.resume)
         assert found is not None, "the launcher has seen it"
         model = ModelConfig(**found.settings["model"])
         transport = self._transport(found, model, texts, mesh, ports)

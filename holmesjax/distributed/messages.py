@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from holmesjax.distributed.store_messages import StoreCall
 from holmesjax.runtime.step_timeout import Activity
 from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -30,6 +31,7 @@ class MemberHello(Record):
     protocol: int
     session: str  # of this process, until its end
     again: Again | None = None  # where a lost connection is made anew
+    store: StoreCall | None = None  # what calls is no member, but its store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class ControllerHello(Record):
 
     kind = "controller"
     session: str  # of this start of the job
+    store: str | None = None  # the identifier of the launcher's run folder
 
 
 # ---- member -> controller ------------------------------------------------------------------------

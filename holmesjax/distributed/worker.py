@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, skipped_data, writing
+from holmesjax.checkpoints import manifest, restoring, skipped_data, stores, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.data import cluster_paths, whole_digests
 from holmesjax.data.batches import Batches
@@ -40,6 +40,7 @@ from holmesjax.distributed.messages import (
     Unsaved,
     Up,
 )
+from holmesjax.distributed.store_end import OwnStore
 from holmesjax.errors import REQUEUE, DamagedError, HolmesError, PeerError, SpikeError
 from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
@@ -82,13 +83,42 @@ def work(
     environment = ProcessEnvironment.read(env, find_host)
     die_with(env.get("HOLMES_PARENT"))
     connections.raise_open_files()
+    store = join_store(Path(run_dir), env, environment)
     job = jobs.load_saved(run_dir)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     if not 0 <= environment.number < len(processes):
         where, problem = "the environment", f"the plan has {len(processes)} processes"
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
-    return (kind or Worker)(job, environment, processes, env, find_host).run()
+    return (kind or Worker)(job, environment, processes, env, find_host, store).run()
+
+
+def join_store(
+    folder: Path, env: MutableMapping[str, str], environment: ProcessEnvironment
+) -> OwnStore | None:
+    """Fetches the files of the run, where a run folder is not the launcher's; None where it is."""
+    home = env.get("HOLMES_STORE")
+    if home is None and lease.owner(folder):  # whoever starts it has not said, and this says enough
+        return None
+    if home is not None and not stores.is_own(folder, home):
+        return None
+    store = make_store(folder, environment)
+    if home is None and store.home() in (None, stores.known_identifier(folder)):
+        return None
+    store.serve()
+    store.fetch_run_files()
+    return store
+
+
+def make_store(folder: Path, environment: ProcessEnvironment) -> OwnStore:
+    """The run folder of this process, which can fetch what others have."""
+    return OwnStore(
+        folder,
+        process=environment.number,
+        node=socket.gethostname(),
+        controller=environment.controller,
+        key=environment.key,
+    )
 
 
 class Worker:
@@ -100,6 +130,7 @@ class Worker:
       processes: all processes of the plan, in the order of their numbers.
       env: the environment variables, to which those of NCCL are added.
       find_host: finds the NICs and GPUs of this host.
+      store: the run folder, where it is not the launcher's.
     """
 
     def __init__(
@@ -109,7 +140,9 @@ class Worker:
         processes: tuple[Process, ...],
         env: MutableMapping[str, str],
         find_host: Callable[[], Host],
+        store: OwnStore | None = None,
     ):
+        self._store = store
         self._job, self._environment, self._processes = job, environment, processes
         self._env, self._find_host = env, find_host
         self._me = processes[environment.number]
@@ -208,10 +241,14 @@ class Worker:
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
             epoch = member.wait_for(Go).epoch
+            saved = self._checkpoint(start.resume, chunks)
             member.status("was reading the checkpoint")
-            saved = self._checkpoint(start.resume)
-            setup.restore(runner, saved, member.advance)
-            fence = lease.fence(job.run_dir, epoch)
+            try:
+                setup.restore(runner, saved, member.advance)
+            except DamagedError as error:
+                if self._store is None or saved is None:
+                    raise
+                raise self._store.set_aside(error, saved) from None
             loop = setup.loop(
                 functools.partial(
                     TrainingLoop,
@@ -224,7 +261,13 @@ class Worker:
                     vote=lambda: self._member.vote(self._step),
                 ),
                 runner,
-                writing.Writer(job.run_dir, chunks, self._send_saved, self._send_unsaved, fence),
+                writing.Writer(
+                    job.run_dir,
+                    chunks,
+                    self._send_saved,
+                    self._send_unsaved,
+                    self._fence(epoch),
+                ),
             )
             member.send(Up())
             done = loop.run(start.resume, saved.sequences if saved else 0)
@@ -364,8 +407,27 @@ class Worker:
         waiting = f"waited for {text} in" if text else "was busy in"
         self._member.status(f"{waiting} step {self._step}")
 
-    def _checkpoint(self, step: int) -> Checkpoint | None:
-        """Returns the checkpoint after that step; None for step 0, unless weights were imported."""
+    def _fence(self, epoch: int) -> Callable[[], None]:
+        """A check that the run folder is still that of this process's job."""
+        if self._store is None:
+            return lease.fence(self._job.run_dir, epoch)
+        return stores.begin(self._store.folder, f"{self._store.launchers}, epoch {epoch}")
+
+    def _checkpoint(self, step: int, chunks: Sequence[Chunk]) -> Checkpoint | None:
+        """Returns the checkpoint after that step; None for step 0, unless weights were imported.
+
+        Parts that are not in this process's store are fetched.
+        """
+        found = self._saved(step)
+        if found and (self._store or manifest.elsewhere(found)):
+            self._member.status("was fetching the checkpoint")
+            store = self._store or make_store(self._job.run_dir, self._environment)
+            say = functools.partial(print, flush=True)
+            store.fetch(found, restoring.parts_of(found, chunks), self._member.advance, say)
+        return found
+
+    def _saved(self, step: int) -> Checkpoint | None:
+        """The checkpoint after that step, as far as it is here."""
         run_dir = self._job.run_dir
         if step or manifest.has_manifest(manifest.folder_of(run_dir, 0)):
             return manifest.wait_for(run_dir, step)

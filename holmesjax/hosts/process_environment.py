@@ -55,22 +55,35 @@ class ProcessEnvironment:
             if number >= len(places):
                 raise _senseless(env, "HOLMES_PROCESSES", f"{number + 1} numbers, as 3,4,5")
             number = _whole(env, "HOLMES_PROCESSES", places[number])
-        what = "the launcher's host:port"
-        address, _, port = _take(env, "HOLMES_CONTROLLER", what).rpartition(":")
-        if not address or not 0 < _whole(env, "HOLMES_CONTROLLER", port) < 2**16:
-            raise _senseless(env, "HOLMES_CONTROLLER", what)
         return cls(
             number=number,
-            controller=(address, int(port)),
-            key=_key(env),
+            controller=controller_of(env),
+            key=key_of(env),
             addresses=_addresses(env, find_host),
             advertised=_advertised(env),
             restart=_whole(env, "HOLMES_RESTART", env.get("HOLMES_RESTART", "0")),
         )
 
 
-def _key(env: Mapping[str, str]) -> bytes:
-    """Reads the job's key. A file system may show the key of an earlier start for a moment."""
+def controller_of(env: Mapping[str, str]) -> tuple[str, int]:
+    """The address and port of the controller. Raises HolmesError."""
+    what = "the launcher's host:port"
+    address, _, port = _take(env, "HOLMES_CONTROLLER", what).rpartition(":")
+    if not address or not 0 < _whole(env, "HOLMES_CONTROLLER", port) < 2**16:
+        raise _senseless(env, "HOLMES_CONTROLLER", what)
+    return address, int(port)
+
+
+def key_of(env: Mapping[str, str]) -> bytes:
+    """Reads the job's key, from a variable or a file. Raises HolmesError.
+
+    A file system may show the key of an earlier start for a moment.
+    """
+    if (text := env.get("HOLMES_KEY")) is not None:
+        if re.fullmatch(f"[0-9a-f]{{{2 * connections.KEY_BYTES}}}", text):
+            return bytes.fromhex(text)
+        fix = "let the launcher set it, or set HOLMES_KEY_FILE instead"
+        raise HolmesError("HOLMES_KEY", "is no key of a job", found="another text", fix=fix)
     path = _take(env, "HOLMES_KEY_FILE", "the job's key file")
     wanted = env.get("HOLMES_KEY_DIGEST")
     deadline_s = time.monotonic() + KEY_S
@@ -80,7 +93,7 @@ def _key(env: Mapping[str, str]) -> bytes:
             return key
         if time.monotonic() > deadline_s:
             problem = f"is not the key that the launcher has, whose digest is {wanted}"
-            fix = "put run.dir on a file system that all nodes share"
+            fix = "copy the key file of the launcher to this machine, with mode 0600"
             raise HolmesError(path, problem, found=found, fix=fix)
         time.sleep(connections.PAUSE_S)
 

@@ -32,7 +32,11 @@ class ExternalLauncher:
             )
 
     def start(self, start: ProcessStart, events: EventSink) -> None:
-        if start.process.number == 0:
+        if start.command[0] == "store":
+            node = start.process.node
+            print(f"{node} has a part of the checkpoint; start there, with the same variables:")
+            print("  python -m launch store <its run folder>", flush=True)
+        elif start.process.number == 0:
             env = start.env
             variables = [name for name in env if name not in OF_A_START]
             print("waiting for the processes; start each on its node with these set:")

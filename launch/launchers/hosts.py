@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
-from holmesjax.files import schema, yaml_files
+from holmesjax.files import places, schema, yaml_files
 from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
@@ -38,6 +38,9 @@ class ReachEntry:
     ssh_options: tuple[Name, ...] = ()  # "ProxyJump=gateway", as for `ssh -o`
     folder: Name | None = None  # the checkout on the host; None: this process's current folder
     python: Name | None = None  # in it, or absolute, or found in PATH; None: this process's
+    # The run folder there; None: it is where the launcher has it. One that the launcher does not
+    # see is a store of its own: its node writes its part of a checkpoint into it.
+    run_dir: Name | None = None
     env: dict[str, str] = field(default_factory=dict)  # more variables
 
 
@@ -68,6 +71,7 @@ class SshHost:
     ssh_options: tuple[str, ...]
     folder: str
     python: str
+    run_dir: str | None
     env: dict[str, str]
     addresses: dict[str, list[str]]  # by fabric; empty: the process finds them itself
 
@@ -102,6 +106,7 @@ def _filled(host: HostEntry, defaults: ReachEntry) -> SshHost:
         ssh_options=(*host.ssh_options, *defaults.ssh_options),  # for `ssh` the first one counts
         folder=of("folder") or os.getcwd(),
         python=of("python") or sys.executable,
+        run_dir=of("run_dir"),
         env={**defaults.env, **host.env},
         addresses={fabric: list(found) for fabric, found in host.addresses.items() if found},
     )
@@ -230,6 +235,12 @@ def _reach_makes_sense(document: Document, keys: Keys, reach: ReachEntry) -> Ite
             place = (*keys, "ssh_options", i)
             yield document.mistake(place, "is no option of ssh", found=option, fix=fix)
     yield from wrong_names(document, (*keys, "env"), reach.env)
+    if reach.run_dir and not reach.run_dir.startswith("/"):
+        place = (*keys, "run_dir")
+        is_url = places.is_url(reach.run_dir)
+        problem = "is a URL, and no folder" if is_url else "must be a whole path, from / on"
+        fix = "write /data/runs/llama, say; a store like s3:// is written by `launch gather`"
+        yield document.mistake(place, problem, found=reach.run_dir, fix=fix)
     if reach.identity_file and not Path(reach.identity_file).expanduser().is_file():
         fix = "name the file of a private key on this machine"
         place = (*keys, "identity_file")

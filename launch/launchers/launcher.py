@@ -40,6 +40,12 @@ class ProcessStart:
     process: Process
     command: Sequence[str]
     env: Mapping[str, str]  # variables besides those that the node has
+    run_dir: str = ""  # in the command
+
+    def command_in(self, run_dir: str | None) -> list[str]:
+        """Returns the command for a node whose run folder is another one; None: the same."""
+        own = run_dir or self.run_dir
+        return [own if self.run_dir and word == self.run_dir else word for word in self.command]
 
 
 class Launcher(Protocol):

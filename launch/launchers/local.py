@@ -6,9 +6,11 @@ fabric it belongs to, as on real clusters.
 
 import os
 import sys
+from collections.abc import Mapping
 
 from holmesjax.topology.fabrics import OF_CLUSTERS
 from holmesjax.topology.machines import Topology
+from launch.launchers import hosts
 from launch.launchers.launcher import (
     Children,
     EventSink,
@@ -36,7 +38,12 @@ def addresses(topology: Topology, node: str) -> dict[str, list[str]]:
 
 
 class LocalLauncher:
-    """The launcher `local`."""
+    """The launcher `local`.
+
+    Args:
+      topology: whose nodes are all here.
+      run_dirs: node -> its run folder, to try what a run without a shared one does.
+    """
 
     address = "127.0.0.1"
     port = 0
@@ -44,8 +51,8 @@ class LocalLauncher:
     is_here = True
     files_each = 1
 
-    def __init__(self, topology: Topology):
-        self._topology = topology
+    def __init__(self, topology: Topology, run_dirs: Mapping[str, str | None] | None = None):
+        self._topology, self._run_dirs = topology, run_dirs or {}
         self._children = Children()
 
     @property
@@ -60,7 +67,8 @@ class LocalLauncher:
             **visible_devices(start.process, os.environ),
             **variables_here(addresses(self._topology, start.process.node)),
         }
-        argv = [sys.executable, "-m", "launch", *start.command]
+        words = start.command_in(self._run_dirs.get(start.process.node))
+        argv = [sys.executable, "-m", "launch", *words]
         self._children.start(start.process.number, argv, own, events)
 
     def end(self) -> None:
@@ -69,4 +77,7 @@ class LocalLauncher:
 
 def for_nodes(topology: Topology, options: LauncherOptions) -> LocalLauncher:
     """Returns the launcher for the nodes of a topology (`table`)."""
-    return LocalLauncher(topology)
+    if options.hosts is None:
+        return LocalLauncher(topology)
+    found = hosts.read(options.hosts, topology)
+    return LocalLauncher(topology, {node: host.run_dir for node, host in found.items()})

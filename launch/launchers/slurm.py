@@ -80,7 +80,7 @@ def write(
         computing.permitted(job.run_dir, names)
         settings = [name for name in names if not computing.is_fact(name)]
         say = lambda text: print(text, flush=True)
-        start = resume.find(job, settings, say, owner=held)
+        start = resume.find(job, settings, say, owner=held, fetches=True)
         for line in start.describe():
             print(line, flush=True)
         job.save(start.step)

@@ -19,6 +19,7 @@ from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.plan.device_pool import with_own
 from holmesjax.topology.machines import Topology
+from holmesjax.transport import connections
 from launch import programs
 from launch.launchers import hosts
 from launch.launchers.hosts import SshHost
@@ -153,14 +154,14 @@ class SshLauncher:
     def start(self, start: ProcessStart, events: EventSink) -> None:
         host = self._hosts[start.process.node]
         gpus = visible_devices(start.process, host.env)
-        own = with_own({"PYTHONUNBUFFERED": "1", **gpus, **start.env}, host.env)
+        own = with_own({"PYTHONUNBUFFERED": "1", **gpus, **_with_key(start.env)}, host.env)
         if host.addresses:
             own["HOLMES_ADDRESSES"] = json.dumps(host.addresses)
         script = SCRIPT.format(
             folder=shlex.quote(host.folder),
             python=shlex.quote(host.python),
             exports="\n".join(f"export {name}={shlex.quote(own[name])}" for name in own),
-            command=shlex.join(start.command),
+            command=shlex.join(start.command_in(host.run_dir)),
             no_folder=NO_FOLDER,
             no_checkout=NO_CHECKOUT,
             no_python=NO_PYTHON,
@@ -173,6 +174,15 @@ class SshLauncher:
 
     def end(self) -> None:
         self._children.end(patience_s=END_S)
+
+
+def _with_key(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with the key itself: the host may not have the file."""
+    found = dict(env)
+    if path := found.pop("HOLMES_KEY_FILE", None):
+        found.pop("HOLMES_KEY_DIGEST", None)
+        found["HOLMES_KEY"] = connections.read_key_file(path).hex()
+    return found
 
 
 def for_nodes(topology: Topology, options: LauncherOptions) -> SshLauncher:

@@ -65,7 +65,7 @@ class LauncherKind:
 LAUNCHERS: dict[str, LauncherKind] = {
     "local": LauncherKind(
         module="launch.launchers.local",
-        reads=("--max-restarts",),
+        reads=("--max-restarts", "--hosts"),
         is_here=True,
     ),
     "external": LauncherKind(

@@ -122,6 +122,37 @@ def test_one_part_that_fails_is_told_at_once_and_once(tmp_path, words):
         run.saves.check()
 
 
+def test_a_save_that_fails_is_tried_again_after_pauses_until_the_limit(tmp_path):
+    now_s, lines, failing = [0.0], [], True
+    keeps = Retention(tmp_path, CheckpointConfig(), Path.rename, lines.append)
+    saves = Saves(
+        tmp_path,
+        1,
+        lambda *_: None,
+        keeps,
+        lines.append,
+        limit_s=240.0,
+        clock=lambda: now_s[0],
+    )
+    due = SaveSchedule(CheckpointConfig(every=100), begun=saves.begun, retries=saves.is_retry_due)
+    tried = []
+    for step in range(100, 199):  # ten seconds each
+        now_s[0] = 10.0 * step
+        if due(step):
+            tried.append(step)
+            saves.failed(step, "no room") if failing else saves.saved(step, {}, {})
+            failing = step < 121
+            saves.check()
+    assert tried == [100, 103, 109, 121, 145]  # 30, 60, 120 and 240 s later; then it is well
+    assert "the next is tried in 2 min 0 s, and the run ends if saves fail for" in lines[2]
+    for seconds in (2000.0, 2239.0, 2240.0):
+        saves.check()
+        now_s[0] = seconds
+        saves.failed(int(seconds), "no room")
+    with pytest.raises(PeerError, match="no room"):
+        saves.check()
+
+
 def test_one_of_several_processes_of_a_stage_says_so_before_its_leader_does(tmp_path):
     run = Recording(tmp_path)
     run.saves.failed(5, "no room", counts=False)

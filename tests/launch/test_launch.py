@@ -195,6 +195,7 @@ def test_a_damaged_checkpoint_is_noticed_and_one_before_resumes_on_another_plan(
 
     one_node = ["topology=configs/topologies/one_node.yaml", "parallel.clusters=null"]
     settings = [*one_node, "parallel.microbatches=1", "checkpoint.every=2"]
+    settings += ["checkpoint.failing_minutes=0"]
     done = run_launch("train", run_dir, *settings)
     assert done.returncode == REQUEUE, done.stdout + done.stderr
     assert "is damaged" in done.stdout

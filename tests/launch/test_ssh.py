@@ -315,7 +315,8 @@ def test_the_end_of_a_process_is_the_end_of_what_it_has_started(tmp_path):
 # ---- the hosts file ------------------------------------------------------------------------------
 
 GOOD = """
-defaults: {folder: /checkout, env: {A: "1", B: "2"}, ssh_options: [Compression=yes]}
+defaults:
+  {run_dir: /data/run, folder: /checkout, env: {A: "1", B: "2"}, ssh_options: [Compression=yes]}
 hosts:
   - {node: a-0, ssh: me@one, port: 2222, env: {B: "3"}, python: python3.12}
   - {node: b-0, addresses: {roce: [10.0.0.1, 10.0.0.2], ethernet: [10.1.0.1]}}
@@ -336,6 +337,7 @@ def test_a_hosts_file_fills_in_its_defaults(tmp_path):
         ssh_options=("Compression=yes",),
         folder="/checkout",
         python="python3.12",
+        run_dir="/data/run",
         env={"A": "1", "B": "3"},
         addresses={},
     )
@@ -375,6 +377,8 @@ WRONG = [
     (r'{node: c, env: {"A\n": x}}', "must be one line of readable characters", r"with '\n'"),
     (r'{node: c, ssh_options: ["A=\0"]}', "ssh_options[0]: must be one line", r"with '\x00'"),
     ("{node: c, env: 1}", "hosts[2].env: must be names with values", "NAME: value"),
+    ("{node: c, run_dir: s3://b/x}", "hosts[2].run_dir: is a URL, and no folder", "launch gather"),
+    ("{node: c, run_dir: runs/x}", "hosts[2].run_dir: must be a whole path", "found: runs/x"),
     ("{nod: c}", "hosts[2].nod: no such setting", "did you mean 'node'?"),
 ]
 
@@ -384,7 +388,7 @@ def test_mistakes_in_a_hosts_file_have_a_place(tmp_path, entry, problem, words):
     (tmp_path / "hosts.yaml").write_text(f"{GOOD}  - {entry}\n")
     with pytest.raises(HolmesError) as caught:
         hosts.read(tmp_path / "hosts.yaml", two_nodes(tmp_path))
-    assert f"{tmp_path}/hosts.yaml:6: " in str(caught.value)
+    assert f"{tmp_path}/hosts.yaml:7: " in str(caught.value)
     assert problem in str(caught.value)
     assert words in str(caught.value)
 

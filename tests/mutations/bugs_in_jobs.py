@@ -567,4 +567,52 @@ JOBS = (
         wrong="a schedule inside of a transformation moves parameters by a rate that no record has",
         tests=("tests/test_your_own_model.py::test_a_function_that_is_no_optimizer_is_refused",),
     ),
+    Bug(
+        name="fetch-from-the-beginning",
+        module="holmesjax.checkpoints.stores",
+        old="size = path.stat().st_size if path.exists() else 0\n        if size > wanted",
+        new="size = 0\n        if size > wanted",
+        wrong="a fetch that was cut begins anew, behind what is there",
+        tests=(
+            "tests/distributed/test_stores.py::test_a_store_fetches_what_it_lacks_and_goes_on_where_it_stopped",
+        ),
+    ),
+    Bug(
+        name="unchecked-piece",
+        module="holmesjax.distributed.store_messages",
+        old="if hashlib.sha256(content).hexdigest() != answer.sha256:",
+        new="if False:",
+        wrong="bytes of a checkpoint that change on their way are taken",
+        tests=(
+            "tests/distributed/test_stores.py::test_bytes_that_change_on_their_way_are_not_taken",
+        ),
+    ),
+    Bug(
+        name="link-out-of-the-run-folder",
+        module="holmesjax.checkpoints.stores",
+        old="if not path.resolve().is_relative_to(folder.resolve()):",
+        new="if False:",
+        wrong="a symbolic link in a run folder lets others read any file",
+        tests=("tests/distributed/test_stores.py::test_no_name_leads_out_of_a_run_folder",),
+    ),
+    Bug(
+        name="lost-launcher-begins-anew",
+        module="holmesjax.distributed.store_hub",
+        old="self._refuse_newer(step)\n",
+        new="pass\n",
+        wrong="a launcher with an empty folder begins anew while stores have the run",
+        tests=(
+            "tests/distributed/test_stores.py::test_a_launcher_that_has_lost_a_checkpoint_neither_begins_anew_nor_removes_it",
+        ),
+    ),
+    Bug(
+        name="save-without-retry",
+        module="holmesjax.checkpoints.save_schedule",
+        old="self._is_due(step) or self._retries()",
+        new="self._is_due(step)",
+        wrong="a save that failed is not tried again before the next is due",
+        tests=(
+            "tests/checkpoints/test_committing.py::test_a_save_that_fails_is_tried_again_after_pauses_until_the_limit",
+        ),
+    ),
 )

@@ -1,0 +1,282 @@
+"""Run folders that are not the launcher's: what is in them, and what may come and go. No JAX.
+
+    store.json                    the identifier of this folder, made once
+    store_owner.json              the start of the run that may write here
+    checkpoints/step_00000100/part_1/             written here, or fetched
+                              part_0.fetching/    a copy that is not whole yet
+                              manifest.json       as the launcher has it
+
+A store of its own (`is_own`) belongs to a process that does not see the launcher's run folder. The
+names of files come from other machines, so each is checked before it becomes a path.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmesjax.checkpoints import manifest
+from holmesjax.errors import HolmesError, LostLeaseError
+from holmesjax.files import json_text, places, regular_files
+from holmesjax.files.whole_files import write_whole
+
+RECORD, OWNER = "store.json", "store_owner.json"
+PIECE_BYTES = 4 << 20  # of a file, at most, in memory at a time
+FETCHING = ".fetching"
+# Of a run folder, what a process reads besides checkpoints. The folders are small.
+RUN_FILES = ("config.yaml", "topology.yaml", "plan.yaml", "skipped.json", "committed.json")
+RUN_FOLDERS = ("tokenizer", "hugging_face")
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9._+=@~-]{0,254}"  # without a dot in front
+_OF_CHECKPOINT = re.compile(rf"checkpoints/step_\d{{8,18}}/(?:{_WORD}/){{0,8}}{_WORD}")
+_OF_RUN = re.compile(rf"(?:{'|'.join(RUN_FOLDERS)})/(?:{_WORD}/){{0,3}}{_WORD}")
+
+
+def identifier(folder: Path) -> str:
+    """The identifier of a run folder, which is made if it has none. Raises OSError.
+
+    Raises HolmesError for a URL, which would become a folder here, and for a damaged record.
+    """
+    if places.is_url(folder):
+        fix = "name a folder that this machine has; launch gather copies a checkpoint to a URL"
+        raise HolmesError(str(folder), "is a URL, and no folder", found="a scheme", fix=fix)
+    folder.mkdir(parents=True, exist_ok=True)
+    if found := known_identifier(folder):
+        return found
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        write_whole(folder / RECORD, json.dumps({"id": secrets.token_hex(16)}), replaces=False)
+    found = known_identifier(folder)
+    assert found, f"{folder / RECORD} was just written"
+    return found
+
+
+def known_identifier(folder: Path) -> str | None:
+    """The identifier of a run folder; None if it has none. Raises HolmesError for what is none."""
+    if RECORD not in manifest.listed(folder):  # asks a file server, as a look-up may not
+        return None
+    try:
+        found = json_text.read(folder / RECORD)["id"]
+        if re.fullmatch("[0-9a-f]{32}", found):
+            return str(found)
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    fix = "remove it: a new one is made, and parts that are here are then fetched anew"
+    raise HolmesError(str(folder / RECORD), "names no store", found="other content", fix=fix)
+
+
+def is_own(folder: Path, home: str | None) -> bool:
+    """Whether a folder is another one than the launcher's, whose identifier is `home`."""
+    return home is not None and known_identifier(folder) != home
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """The path of a file that another machine names. Raises ValueError for what must not be named.
+
+    >>> place_of(Path("/r"), "checkpoints/step_00000001/part_0/d/a1").name
+    'a1'
+    """
+    is_known = name in RUN_FILES or _OF_CHECKPOINT.fullmatch(name) or _OF_RUN.fullmatch(name)
+    if not is_known:
+        raise ValueError(f"{name[:200]!r} is no file that may be asked for")
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):  # by a symbolic link
+        raise ValueError(f"{name[:200]!r} leads out of the run folder")
+    return path
+
+
+def name_in(step: int, file: str) -> str:
+    """The name of a checkpoint's file, in its run folder."""
+    return f"{manifest.FOLDER}/step_{step:08d}/{file}"
+
+
+def run_files(folder: Path) -> dict[str, int]:
+    """The files that a process of another store needs, besides checkpoints, with their bytes."""
+    found = [folder / name for name in RUN_FILES]
+    for name in RUN_FOLDERS:
+        found += sorted((folder / name).rglob("*"))
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in found
+        if path.is_file() and not path.name.endswith(".tmp")
+    }
+
+
+def read_piece(folder: Path, name: str, first: int, count: int) -> bytes:
+    """Bytes of a file from a place on. Raises OSError, and ValueError as `place_of`."""
+    if not (first >= 0 and 0 <= count <= PIECE_BYTES):
+        raise ValueError(f"a piece of {count} bytes from {first} on")
+    with regular_files.open_file(place_of(folder, name)) as file:
+        file.seek(first)
+        return file.read(count)
+
+
+def read_whole(folder: Path, name: str, num_bytes: int) -> bytes:
+    """All bytes of a small file. Raises as `read_piece`."""
+    pieces = range(0, num_bytes, PIECE_BYTES)
+    return b"".join(read_piece(folder, name, first, PIECE_BYTES) for first in pieces)
+
+
+def held(folder: Path, step: int, files: Mapping[str, Any]) -> list[str]:
+    """The parts of a checkpoint that are here, with every file in its size.
+
+    Args:
+      folder: the run folder.
+      step: of the checkpoint.
+      files: of its manifest; the SHA-256 of small ones is compared where they are fetched or read.
+    """
+    of_part: dict[str, list[tuple[str, int]]] = {}
+    for name, facts in files.items():
+        of_part.setdefault(name.partition("/")[0], []).append((name, int(facts["bytes"])))
+    return [part for part, own in of_part.items() if all(_has(folder, step, *one) for one in own)]
+
+
+def _has(folder: Path, step: int, file: str, num_bytes: int) -> bool:
+    try:
+        return place_of(folder, name_in(step, file)).stat().st_size == num_bytes
+    except (OSError, ValueError):
+        return False
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """The steps whose manifest is in a store."""
+    return [step for step, _ in manifest.finished(folder)]
+
+
+# ---- what comes and goes -------------------------------------------------------------------------
+
+
+def begin(folder: Path, start: str) -> Callable[[], None]:
+    """Makes a store that of one start of the run, by its name.
+
+    The function that is returned raises LostLeaseError if another start has begun since.
+    """
+    path = folder / OWNER
+    write_whole(path, json.dumps({"start": start}))
+
+    def check() -> None:
+        if (found := json_text.read(path).get("start")) != start:
+            problem = "belongs to another start of the run by now, so nothing is written"
+            fix = "let the other start go on"
+            raise LostLeaseError(str(folder), problem, found=found, fix=fix)
+
+    return check
+
+
+def keep(folder: Path, steps: Collection[int], last: int, dropped: Collection[int]) -> list[int]:
+    """Takes away what the launcher has not kept; the steps that lack their manifest here.
+
+    A checkpoint with a manifest goes only where the launcher has a newer one.
+
+    Args:
+      folder: the run folder.
+      steps: the checkpoints that the launcher has.
+      last: newer ones may be being written.
+      dropped: checkpoints that it has set aside as damaged.
+    """
+    lacking = []
+    for step, path in manifest.folders(folder):
+        has_manifest = manifest.has_manifest(path)
+        if step in steps:
+            lacking += [] if has_manifest else [step]
+        elif step in dropped and has_manifest:
+            target = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
+            path.rename(target)
+        elif step <= last and (not has_manifest or step < max(steps, default=-1)):
+            target = path.with_name(f"{path.name}.{secrets.token_hex(4)}.removed")
+            path.rename(target)
+    for path in (folder / manifest.FOLDER).glob("*.removed"):
+        shutil.rmtree(path)
+    return lacking
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A part that is being fetched into a store.
+
+    Args:
+      folder: the run folder.
+      step: of the checkpoint.
+      part: the name of the part.
+      files: of the manifest.
+    """
+
+    folder: Path
+    step: int
+    part: str
+    files: Mapping[str, Any]
+
+    @property
+    def own_files(self) -> dict[str, Any]:
+        """The files of the part, by their names in the checkpoint."""
+        return {k: x for k, x in self.files.items() if k.startswith(f"{self.part}/")}
+
+    @property
+    def path(self) -> Path:
+        """The folder of the part."""
+        return manifest.folder_of(self.folder, self.step) / self.part
+
+    def growing(self, file: str) -> Path:
+        """The file that grows. Raises ValueError for a name that must not be."""
+        place_of(self.folder, name_in(self.step, file))
+        inside = file.partition("/")[2]
+        path = self.path.with_name(self.part + FETCHING) / inside
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def missing(self, file: str) -> int | None:
+        """From which byte on a file is to be fetched; None: it is all there."""
+        path, wanted = self.growing(file), int(self.files[file]["bytes"])
+        size = path.stat().st_size if path.exists() else 0
+        if size > wanted:
+            path.unlink()
+            size = 0
+        return None if size == wanted and path.exists() else size
+
+    def finish(self) -> None:
+        """Renames the copy, on the disk when this returns.
+
+        Raises ValueError if a file is not what the manifest says; it is then removed.
+        """
+        growing = self.path.with_name(self.part + FETCHING)
+        for file, facts in self.own_files.items():
+            path = self.growing(file)
+            if facts["sha256"] and manifest.sha256_of(path) != facts["sha256"]:
+                path.unlink()
+                raise ValueError(f"{file} has not the SHA-256 of its manifest")
+        sync(growing)
+        if self.path.exists():  # not whole: nothing is fetched that is
+            self.path.rename(self.path.with_name(f"{self.part}.{secrets.token_hex(4)}.damaged"))
+        growing.rename(self.path)
+        sync_folder(self.path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Puts all files below a folder, and their names, on the disk. Raises OSError."""
+    for path in _below(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files and folders, each behind what is in it."""
+    for here, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            yield Path(here) / name
+        yield Path(here)

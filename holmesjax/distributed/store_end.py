@@ -1,0 +1,331 @@
+"""A process's end of its own store: it answers the launcher, and fetches what it lacks. No JAX."""
+
+import contextlib
+import fcntl
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from holmesjax import units
+from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.stores import PIECE_BYTES, Copy
+from holmesjax.distributed import store_messages
+from holmesjax.distributed.messages import PROTOCOL, ControllerHello, MemberHello
+from holmesjax.distributed.store_hub import keep_alive
+from holmesjax.distributed.store_messages import (
+    ANSWER_S,
+    TO_STORE,
+    AskHeld,
+    AskPiece,
+    AskRunFiles,
+    HeldParts,
+    Keep,
+    KeptSteps,
+    Put,
+    PutManifest,
+    RunFiles,
+    StoreCall,
+    Unanswered,
+    UnansweredError,
+)
+from holmesjax.errors import DamagedError, HolmesError, PeerError
+from holmesjax.files.whole_files import write_whole
+from holmesjax.transport import connections
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.records import Record, decode, encode
+
+NOBODY = -1  # no process of the job
+TELL_S = 5.0  # between two lines that say how far a fetch is
+START_S = 600.0  # for the launcher to come
+RETRY_S = 60.0  # that a fetch calls again for, when its connection is lost
+LOOK_S = 0.2  # between two looks at a part that another process fetches
+
+
+class OwnStore:
+    """The run folder of a process: what it fetches, and what others may have of it.
+
+    Args:
+      folder: the run folder.
+      process: the number of the process; NOBODY: it only serves.
+      node: where it is, in words.
+      controller: address and port.
+      key: of the job.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        process: int,
+        node: str,
+        controller: tuple[str, int],
+        key: bytes,
+    ):
+        self.folder, self._process, self._node = folder, process, node
+        self._controller, self._key = controller, key
+        self._id = stores.identifier(folder)
+        self.launchers: str | None = None  # the identifier of the launcher's run folder
+
+    def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
+        call = StoreCall(
+            id=self._id,
+            node=self._node,
+            folder=str(self.folder.absolute()),
+            serves=serves,
+        )
+        address, port = self._controller
+        connection = connections.connect(
+            address,
+            port,
+            key=self._key,
+            hello=MemberHello(
+                process=self._process,
+                about={},
+                computing={},
+                protocol=PROTOCOL,
+                session=secrets.token_hex(8),
+                store=call,
+            ),
+            expected=ControllerHello,
+            check=lambda hello: None,
+            where=f"the store {self._node}:{self.folder} to the launcher",
+            timeout_s=timeout_s,
+        )
+        keep_alive(connection.sock)
+        return connection
+
+    # ---- what it answers -----------------------------------------------------------------------
+
+    def home(self) -> str | None:
+        """The identifier of the launcher's run folder, from the launcher itself."""
+        connection = self._call(serves=False, timeout_s=START_S)
+        connection.close()
+        return connection.hello.store
+
+    def serve(self) -> threading.Thread:
+        """Answers the launcher from now on; the thread ends when nobody is there any more.
+
+        Raises PeerError and RefusedError as `connections.connect` does.
+        """
+        connection = self._call(serves=True, timeout_s=START_S)
+        self.launchers = connection.hello.store
+        thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+        thread.start()
+        return thread
+
+    def _serve(self, connection: Connection[ControllerHello]) -> None:
+        """Answers the launcher; calls again when the connection is lost, until nobody is there."""
+        with contextlib.suppress(HolmesError):
+            while True:
+                with contextlib.suppress(OSError, ValueError), contextlib.closing(connection):
+                    while True:
+                        self._answer(connection, decode(connection.receive(), TO_STORE))
+                connection = self._call(serves=True, timeout_s=RETRY_S)
+
+    def _answer(self, connection: Connection[Any], question: Record) -> None:
+        try:
+            match question:
+                case AskPiece(name=name, first=first, count=count):
+                    content = stores.read_piece(self.folder, name, first, count)
+                    store_messages.send_piece(connection, content)
+                    return
+                case AskHeld(step=step, files=files):
+                    parts = stores.held(self.folder, step, files)
+                    answer: Record = HeldParts(
+                        parts=parts, steps=stores.committed_steps(self.folder)
+                    )
+                case Keep(steps=steps, last=last, dropped=dropped):
+                    answer = KeptSteps(lacking=stores.keep(self.folder, steps, last, dropped))
+                case PutManifest(step=step, text=text):
+                    self._put(step, text)
+                    answer = Put()
+                case _:
+                    raise AssertionError(f"what is {question}?")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            answer = Unanswered(problem=f"{self._node}: {error}")
+        connection.send(encode(answer))
+
+    def _put(self, step: int, text: str) -> None:
+        path = manifest.folder_of(self.folder, step)
+        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # it is never replaced
+            write_whole(path / manifest.MANIFEST, text, replaces=False)
+
+    # ---- what it fetches -----------------------------------------------------------------------
+
+    def fetch_run_files(self) -> None:
+        """Brings settings, topology, plan and tokenizer here, as the launcher has them."""
+        with self._reader() as read:
+            connection = read.connection
+            answer, _ = store_messages.ask(connection, AskRunFiles())
+            assert isinstance(answer, RunFiles), answer
+            for name, num_bytes in answer.files.items():
+                path = stores.place_of(self.folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pieces = range(0, num_bytes, PIECE_BYTES)
+                content = b"".join(read(name, a, min(PIECE_BYTES, num_bytes - a)) for a in pieces)
+                if not path.exists() or path.read_bytes() != content:
+                    write_whole(path, content)
+
+    def fetch(
+        self,
+        checkpoint: Checkpoint,
+        parts: Collection[str],
+        advance: Callable[[], object],
+        say: Callable[[str], object],
+    ) -> None:
+        """Brings the parts of a checkpoint here that are not here yet.
+
+        Args:
+          checkpoint: its manifest is here.
+          parts: their names.
+          advance: called with each piece.
+          say: takes lines that tell how far it is.
+
+        Raises PeerError if a part cannot be fetched now.
+        """
+        files = checkpoint.manifest["files"]
+        here = lambda: set(stores.held(self.folder, checkpoint.step, files))
+        copies = [
+            Copy(folder=self.folder, step=checkpoint.step, part=part, files=files)
+            for part in sorted(set(parts) - here())
+        ]
+        if not copies:
+            return
+        progress = _Progress(copies, advance, say)
+        for copy in copies:
+            with _only_one(copy.path, advance):
+                if copy.part not in here():
+                    self._fetch_part(copy, progress)
+        progress.end()
+
+    def _fetch_part(self, copy: Copy, progress: "_Progress") -> None:
+        where = f"{copy.part} of the checkpoint after step {copy.step}"
+        deadline_s = time.monotonic() + RETRY_S
+        while True:
+            try:
+                with self._reader() as read:
+                    for file in copy.own_files:
+                        self._fetch_file(copy, file, read, progress)
+                copy.finish()
+                return
+            except (OSError, ValueError, UnansweredError) as error:
+                is_of_disk = isinstance(error, OSError) and not isinstance(
+                    error, ConnectionError | TimeoutError
+                )
+                if progress.take_moved():
+                    deadline_s = time.monotonic() + RETRY_S
+                if is_of_disk or time.monotonic() > deadline_s:
+                    fix = "start again with the same command: it goes on with what is fetched"
+                    problem = "cannot be fetched"
+                    raise PeerError(where, problem, found=error, fix=fix) from None
+                time.sleep(1.0)  # another store may come, or this one again
+
+    def _fetch_file(self, copy: Copy, file: str, read: "_Reader", progress: "_Progress") -> None:
+        name = stores.name_in(copy.step, file)
+        with copy.growing(file).open("ab") as growing:
+            while (first := copy.missing(file)) is not None:
+                content = read(name, first, PIECE_BYTES)
+                if not content and copy.files[file]["bytes"]:
+                    raise ValueError(f"{file} has ended early, at byte {first}")
+                growing.write(content)
+                growing.flush()
+                progress.add(len(content))
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator["_Reader"]:
+        connection = self._call(serves=False, timeout_s=START_S)
+        connection.sock.settimeout(2 * ANSWER_S)  # the launcher may ask several stores
+        with contextlib.closing(connection):
+            yield _Reader(connection)
+
+    def set_aside(self, error: DamagedError, checkpoint: Checkpoint) -> HolmesError:
+        """Renames the part here that is damaged, so that the next start fetches it; what to raise.
+
+        The error itself, where it is of no part.
+        """
+        part = error.where.rpartition(f"{checkpoint.path}/")[2].partition("/")[0]
+        if part not in {name.partition("/")[0] for name in checkpoint.manifest["files"]}:
+            return error
+        path = checkpoint.path / part
+        with contextlib.suppress(FileNotFoundError):  # another process has done it
+            path.rename(path.with_name(f"{part}.{secrets.token_hex(4)}.damaged"))
+        fix = (
+            "start again with the same command: it is fetched from a store that has it, if any has"
+        )
+        return PeerError(
+            error.where, f"{error.problem}; it is set aside", found=error.found, fix=fix
+        )
+
+
+class _Reader:
+    """Reads pieces of files through the launcher."""
+
+    def __init__(self, connection: Connection[Any]):
+        self.connection = connection
+
+    def __call__(self, name: str, first: int, count: int) -> bytes:
+        question = AskPiece(name=name, first=first, count=count)
+        return store_messages.ask(self.connection, question)[1]
+
+
+class _Progress:
+    """Tells how far a fetch is, with the time that it may take."""
+
+    def __init__(
+        self,
+        copies: Collection[Copy],
+        advance: Callable[[], object],
+        say: Callable[[str], object],
+    ):
+        self._advance, self._say = advance, say
+        self._names = ", ".join(copy.part for copy in copies)
+        sizes = [(copy, file, x["bytes"]) for copy in copies for file, x in copy.own_files.items()]
+        self._total = sum(size for *_, size in sizes)
+        firsts = [(copy.missing(file), size) for copy, file, size in sizes]
+        resumed = sum(size if first is None else first for first, size in firsts)
+        self._done, self._begun, self._has_moved = resumed, resumed, False
+        self._begin_s = self._told_s = time.monotonic()
+        more = f", {units.show(resumed, 'B')} of them were here already" if resumed else ""
+        say(f"fetching {self._names}: {units.show(self._total, 'B')}{more}")
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._has_moved = True
+        self._advance()
+        if (now_s := time.monotonic()) - self._told_s < TELL_S:
+            return
+        self._told_s = now_s
+        rate = (self._done - self._begun) / (now_s - self._begin_s)
+        left = units.duration((self._total - self._done) / rate) if rate else "unknown"
+        done, total = units.show(self._done, "B"), units.show(self._total, "B")
+        self._say(f"fetching {self._names}: {done} of {total}, {left} left")
+
+    def take_moved(self) -> bool:
+        """Whether bytes have come since this was asked last, and no more than there are."""
+        moved, self._has_moved = self._has_moved, False
+        return moved and self._done <= self._total
+
+    def end(self) -> None:
+        took_s = time.monotonic() - self._begin_s
+        fetched = units.show(self._done - self._begun, "B")
+        self._say(f"fetched {self._names}: {fetched} in {took_s:.1f} s")
+
+
+@contextlib.contextmanager
+def _only_one(path: Path, advance: Callable[[], object]) -> Iterator[None]:
+    """Lets one process of this store fetch a part at a time; a killed one is not waited for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                advance()
+                time.sleep(LOOK_S)
+        yield

@@ -1,0 +1,361 @@
+"""The launcher's end of all stores of a run: who has what, and what goes from one to another.
+
+A store that is not the launcher's run folder calls the controller (`store_messages`). When all
+processes have come, the hub compares what the stores have with the manifest of the checkpoint to
+resume. From then on it passes pieces of files on, one at a time for each that asks. No JAX.
+"""
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holmesjax.checkpoints import manifest, retention, stores
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.distributed import store_messages
+from holmesjax.distributed.messages import MemberHello
+from holmesjax.distributed.store_messages import (
+    ANSWER_S,
+    TO_LAUNCHER,
+    AskHeld,
+    AskPiece,
+    AskRunFiles,
+    HeldParts,
+    Keep,
+    KeptSteps,
+    PutManifest,
+    RunFiles,
+    StoreCall,
+    Unanswered,
+    UnansweredError,
+)
+from holmesjax.errors import CheckpointError, ConfigError, HolmesError, of_system
+from holmesjax.files import regular_files
+from holmesjax.plan.processes import Process
+from holmesjax.transport.connections import Connection
+from holmesjax.transport.records import Record, decode, encode
+
+ALL = 10**18  # a step that no run reaches
+SETTLE_S = 5.0
+LOOK_S = 0.2  # between two looks for a store that is waited for
+NAMED = 5  # parts, in a message
+
+
+@dataclass(eq=False)
+class _Store:
+    """A connection on which a store answers."""
+
+    call: StoreCall
+    process: int
+    node: str
+    connection: Connection[Any]
+    parts: set[str] = field(default_factory=set)  # of the checkpoint that is resumed
+    steps: list[int] = field(default_factory=list)  # whose manifest it had when it came
+    is_lost: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, question: Record) -> tuple[Record, bytes]:
+        """Raises as `store_messages.ask`; then it is lost, unless it has said why."""
+        with self.lock:
+            if self.is_lost:
+                raise ConnectionError("it has left")
+            try:
+                return store_messages.ask(self.connection, question)
+            except (OSError, ValueError):
+                self.is_lost = True
+                self.connection.close()
+                raise
+
+    @property
+    def place(self) -> str:
+        return f"{self.node}:{self.call.folder}"
+
+
+class StoreHub:
+    """All stores of one attempt; `close` ends it.
+
+    Args:
+      folder: the launcher's run folder.
+      processes: all of the job.
+      say: takes lines for the console.
+      wait_s: how long to wait for a store that has what nobody else has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        processes: Sequence[Process],
+        say: Callable[[str], object],
+        wait_s: float = 0.0,
+    ):
+        self._folder, self._processes, self._say, self._wait_s = folder, processes, say, wait_s
+        self.id = stores.identifier(folder)
+        self._stores: list[_Store] = []
+        self._changed = threading.Lock()
+        self._home: set[str] = set()  # parts of the checkpoint that is resumed
+        self._checkpoint: Checkpoint | None = None
+        self._problem: HolmesError | None = None
+        self._teller = ThreadPoolExecutor(1, "stores")
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._teller.shutdown(wait=True, cancel_futures=True)
+        for store in self._stores:
+            store.connection.close()
+
+    # ---- who calls -----------------------------------------------------------------------------
+
+    def enter(self, connection: Connection[MemberHello]) -> None:
+        """Takes a connection of a store, and does not wait."""
+        call = connection.hello.store
+        assert call is not None, "a member has another end"
+        keep_alive(connection.sock)
+        connection.sock.settimeout(ANSWER_S)
+        if call.serves:
+            with self._changed:
+                number = connection.hello.process
+                is_known = 0 <= number < len(self._processes)
+                node = self._processes[number].node if is_known else call.node
+                store = _Store(call, number, node, connection)
+                self._stores.append(store)
+            if (found := self._checkpoint) and not self._is_closed:  # it has come back, or late
+                self._teller.submit(self._take_stock, store, found.step, found.manifest["files"])
+            return
+        connection.sock.settimeout(None)  # it asks when it needs something
+        threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
+
+    def stores_of_parts(self, parts_of: Mapping[str, int]) -> dict[str, dict[str, str]]:
+        """The entry of a manifest for parts that processes have written; empty: all are here.
+
+        `parts_of` has the number of the process, by part.
+        """
+        calls = {store.process: store for store in self._stores}
+        if not any(number in calls for number in parts_of.values()):
+            return {}
+        here = {"id": self.id, "folder": str(self._folder.absolute())}
+        told = lambda store: {
+            "id": store.call.id,
+            "node": store.node,
+            "folder": store.call.folder,
+        }
+        return {
+            part: told(calls[number])
+            if number in calls
+            else {**here, "node": self._processes[number].node}
+            for part, number in parts_of.items()
+        }
+
+    # ---- before a start ------------------------------------------------------------------------
+
+    def prepare(self, checkpoint: Checkpoint | None, start: Callable[[], object]) -> None:
+        """Looks, in another thread, whether all that is resumed is somewhere; calls `start` then.
+
+        Otherwise `raise_problem` raises.
+        """
+        if not self._stores and not (checkpoint and checkpoint.manifest.get("stores")):
+            start()
+            return
+
+        def run() -> None:
+            try:
+                self._check(checkpoint)
+                start()
+            except HolmesError as error:
+                self._problem = error
+            except OSError as error:
+                self._problem = of_system(error)
+
+        threading.Thread(target=run, name="stores", daemon=True).start()
+
+    def raise_problem(self) -> None:
+        """Raises what the look before the start has found."""
+        if self._problem:
+            raise self._problem
+
+    def gathered(self, checkpoint: Checkpoint) -> None:
+        """Waits until all parts of a checkpoint are somewhere. Raises CheckpointError."""
+        self._check(checkpoint, keeps=False)
+
+    def _check(self, checkpoint: Checkpoint | None, *, keeps: bool = True) -> None:
+        self._refuse_split_stages()
+        self._checkpoint = checkpoint
+        files = checkpoint.manifest["files"] if checkpoint else {}
+        step = checkpoint.step if checkpoint else 0
+        wanted = {name.partition("/")[0] for name in files}
+        self._home = set(stores.held(self._folder, step, files))
+        deadline_s, has_told = time.monotonic() + self._wait_s, False
+        asked: set[_Store] = set()
+        while True:
+            for store in [store for store in self._stores if store not in asked]:
+                asked.add(store)
+                self._take_stock(store, step, files)
+            missing = sorted(wanted - self._held())
+            if not missing:
+                break
+            if self._is_closed or time.monotonic() > deadline_s:
+                assert checkpoint is not None
+                raise _nowhere(checkpoint, missing)
+            if not has_told:
+                has_told = True
+                self._say(f"stores      waiting for {', '.join(_places(checkpoint, missing))}")
+            time.sleep(LOOK_S)
+        if keeps:
+            self._refuse_newer(step)
+            self._keep(ALL)
+
+    def _held(self) -> set[str]:
+        """All parts that are somewhere."""
+        return self._home.union(*(s.parts for s in self._stores if not s.is_lost))
+
+    def _take_stock(self, store: _Store, step: int, files: manifest.Files) -> None:
+        with contextlib.suppress(OSError, ValueError, UnansweredError):
+            answer, _ = store.ask(AskHeld(step=step, files=files))
+            assert isinstance(answer, HeldParts), answer
+            store.parts, store.steps = set(answer.parts), answer.steps
+
+    def _refuse_newer(self, step: int) -> None:
+        """Raises CheckpointError where a store knows a checkpoint that the launcher has lost."""
+        known = set(dict(manifest.finished(self._folder))) | set(self._dropped())
+        for store in self._stores:
+            newer = [found for found in store.steps if found > step and found not in known]
+            if newer:
+                raise CheckpointError(
+                    store.place,
+                    f"has a checkpoint after step {max(newer)}, which the launcher does not know",
+                    found=f"{self._folder}, whose newest is after step {step}",
+                    fix=f"copy checkpoints/step_{max(newer):08d}/manifest.json and committed.json "
+                    "from there into the launcher's run folder; or name another run.dir everywhere",
+                )
+
+    def _dropped(self) -> list[int]:
+        names = manifest.listed(self._folder / manifest.FOLDER)
+        found = filter(None, map(retention.DAMAGED.fullmatch, names))
+        return sorted({int(match[1]) for match in found})
+
+    def _refuse_split_stages(self) -> None:
+        """Raises ConfigError where the processes of a stage have different stores."""
+        of = {store.process: store for store in self._stores}
+        first: dict[int, Process] = {}
+        place = lambda p: (
+            of[p.number].place if p.number in of else f"{self._folder} of the launcher"
+        )
+        key = lambda p: of[p.number].call.id if p.number in of else self.id
+        for process in self._processes:
+            leader = first.setdefault(process.stage, process)
+            if key(leader) != key(process):
+                raise ConfigError(
+                    f"the run folder of {process.name}",
+                    f"is another store than that of {leader.name}, and both write stage "
+                    f"{process.stage} together",
+                    found=f"{place(process)} and {place(leader)}",
+                    fix="give the nodes of a stage a folder that they share, or let each node be a "
+                    "stage of its own",
+                )
+
+    # ---- after a commit ------------------------------------------------------------------------
+
+    def committed(self, step: int) -> None:
+        """Lets all stores have the manifest, and remove what is superseded; does not wait."""
+        if self._stores and not self._is_closed:
+            self._teller.submit(self._keep, step)
+
+    def settle(self) -> None:
+        """Waits a moment for the stores to know of the last checkpoint, before they leave."""
+        with contextlib.suppress(TimeoutError):  # they hear of it at the next start
+            self._teller.submit(lambda: None).result(SETTLE_S)
+
+    def _keep(self, last: int) -> None:
+        """Tells each store which checkpoints there are, and gives it the manifests it lacks."""
+        steps = [step for step, _ in manifest.finished(self._folder)]
+        dropped = [step for step in self._dropped() if step not in steps]
+        resumed = [self._checkpoint.step] if self._checkpoint and last == ALL else []
+        for store in {s.call.id: s for s in self._stores if not s.is_lost}.values():
+            try:
+                answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
+                assert isinstance(answer, KeptSteps), answer
+                for step in sorted({*answer.lacking, *resumed}):
+                    path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
+                    text = regular_files.read_text(path)
+                    store.ask(PutManifest(step=step, text=text))
+            except (OSError, ValueError, UnansweredError) as error:
+                self._say(f"warning: {store.place} was not told of checkpoints: {error}")
+
+    # ---- pieces --------------------------------------------------------------------------------
+
+    def _answer_all(self, connection: Connection[Any]) -> None:
+        """Answers what a process asks, until it has gone."""
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(connection):
+            while not self._is_closed:
+                question = decode(connection.receive(), TO_LAUNCHER)
+                try:
+                    if isinstance(question, AskRunFiles):
+                        connection.send(encode(RunFiles(files=stores.run_files(self._folder))))
+                        continue
+                    assert isinstance(question, AskPiece), question
+                    content = self.read(question)
+                except (OSError, ValueError, LookupError) as error:
+                    connection.send(encode(Unanswered(problem=str(error))))
+                else:
+                    store_messages.send_piece(connection, content)
+
+    def read(self, question: AskPiece) -> bytes:
+        """A piece of a file, from the first store that has it and answers.
+
+        Raises LookupError if none does, OSError, and ValueError for a name that is none.
+        """
+        why: object = "no store has it"
+        for read in self._readers(question):
+            try:
+                return read()
+            except (OSError, ValueError, UnansweredError) as error:
+                why = error
+        raise LookupError(f"{question.name}: {why}")
+
+    def _readers(self, question: AskPiece) -> Iterator[Callable[[], bytes]]:
+        """Yields the ways to read a piece."""
+        path = stores.place_of(self._folder, question.name)
+        name, first, count = question.name, question.first, question.count
+        if path.exists():
+            yield functools.partial(stores.read_piece, self._folder, name, first, count)
+        step = self._checkpoint.step if self._checkpoint else None
+        for store in list(self._stores):
+            for part in store.parts:
+                if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
+                    yield lambda store=store: store.ask(question)[1]  # type: ignore[misc]
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Notices within minutes that the other end of an idle connection is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # elsewhere than on Linux the system's two hours count
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+
+
+def _places(checkpoint: Checkpoint | None, parts: Sequence[str]) -> list[str]:
+    """The parts with the places where they were written."""
+    known = checkpoint.manifest.get("stores", {}) if checkpoint else {}
+    named = [
+        f"{part} (written to {known[part]['node']}:{known[part]['folder']})"
+        if part in known
+        else part
+        for part in parts[:NAMED]
+    ]
+    return named + ([f"and {len(parts) - NAMED} more"] if len(parts) > NAMED else [])
+
+
+def _nowhere(checkpoint: Checkpoint, missing: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        str(checkpoint.path),
+        f"lacks {len(missing)} of its parts: no store that has come has them",
+        found=", ".join(_places(checkpoint, missing)),
+        fix="start `python -m launch store FOLDER` where the folder of a part is, with the "
+        "variables that the launcher gives its processes; or copy the part into this checkpoint",
+    )

@@ -1,0 +1,26 @@
+"""`launch store`: lets the processes of a job have what is in a run folder of this machine."""
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+from holmesjax.distributed.store_end import NOBODY, OwnStore
+from holmesjax.hosts import process_environment
+from holmesjax.hosts.process_environment import die_with
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns when the job has ended."""
+    die_with(os.environ.get("HOLMES_PARENT"))
+    store = OwnStore(
+        Path(args.run_dir),
+        process=NOBODY,
+        node=os.environ.get("HOLMES_NODE") or socket.gethostname(),
+        controller=process_environment.controller_of(os.environ),
+        key=process_environment.key_of(os.environ),
+    )
+    thread = store.serve()
+    print(f"serving {args.run_dir}", flush=True)
+    thread.join()
+    return 0

@@ -1,0 +1,58 @@
+"""`launch verify`: reads every file of a run's checkpoint, and compares it with the manifest."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from holmesjax import job as jobs, units
+from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.errors import CheckpointError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 where all that is here is as it was written. Raises DamagedError."""
+    run_dir = Path(args.run_dir)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arrays are added up in memory
+    for found in chosen(run_dir, args.step):
+        _verify(found)
+    return 0
+
+
+def chosen(run_dir: Path, step: int | None) -> list[Checkpoint]:
+    """The checkpoint after a step; without one, all of the run. Raises CheckpointError."""
+    found = manifest.find(run_dir)
+    if not found:
+        jobs.load_config(run_dir)  # is it a run folder?
+        fix = f"train it first: python -m launch train {run_dir}"
+        raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
+    if step is None:
+        return found
+    if of_step := [one for one in found if one.step == step]:
+        return of_step
+    there = ", ".join(str(one.step) for one in reversed(found))
+    fix = "name one of these steps, or none"
+    raise CheckpointError(
+        str(run_dir), f"has no checkpoint after step {step}", found=there, fix=fix
+    )
+
+
+def _verify(found: Checkpoint) -> None:
+    manifest.verify(found)
+    away = manifest.elsewhere(found)
+    # Imported here: only arrays need JAX.
+    arrays = importlib.import_module("holmesjax.checkpoints.restoring")
+    files = found.manifest["files"]
+    for part in dict.fromkeys(name.partition("/")[0] for name in files):
+        if part in away:
+            where = f"{away[part]['node']}:{away[part]['folder']}"
+            print(f"step {found.step}  {part}: not here; verify it in {where}")
+            continue
+        arrays.verify_arrays(found, part)
+        own = [facts["bytes"] for name, facts in files.items() if name.startswith(f"{part}/")]
+        num = sum(x["part"] == part for x in found.manifest["arrays"].values())
+        size = units.show(sum(own), "B")
+        print(f"step {found.step}  {part}: {num} arrays in {len(own)} files, {size}, as written")
+        sys.stdout.flush()

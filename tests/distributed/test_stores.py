@@ -1,0 +1,297 @@
+"""Stores and the hub, over real connections and without JAX: what is fetched, kept and refused."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints.stores import PIECE_BYTES
+from holmesjax.distributed import store_end, store_messages, worker
+from holmesjax.distributed.controller import Controller
+from holmesjax.distributed.store_end import NOBODY, OwnStore
+from holmesjax.distributed.store_hub import StoreHub
+from holmesjax.distributed.store_messages import AskPiece, FilePiece
+from holmesjax.errors import CheckpointError, ConfigError, HolmesError, LostLeaseError, PeerError
+from holmesjax.transport.connections import KEY_BYTES
+from holmesjax.transport.records import encode
+from tests.distributed.scripted_jobs import process
+
+KEY = bytes(KEY_BYTES)
+STEP = 4
+PROCESSES = (process(0, 0), process(1, 1))
+LARGE = os.urandom(2 * PIECE_BYTES + 7)
+FILES = {
+    "part_0/d/large": LARGE,
+    "part_0/_METADATA": b"zero",
+    "part_1/d/small": b"",
+    "part_1/x": b"1",
+}
+
+
+def write_parts(folder, *parts, step=STEP):
+    for name, content in FILES.items():
+        if name.partition("/")[0] in parts:
+            path = manifest.folder_of(folder, step) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def commit(folder, step=STEP, **places):
+    """A manifest with parts in the stores that are named; the `Checkpoint`."""
+    facts = lambda x: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()}
+    large = {"bytes": len(LARGE), "sha256": None}
+    manifest.commit(
+        folder,
+        step,
+        sequences=0,
+        settings={},
+        data={},
+        plan_hash="",
+        arrays={},
+        files={name: large if x is LARGE else facts(x) for name, x in FILES.items()},
+        stores={part: {"id": "x", "node": node, "folder": "/f"} for part, node in places.items()},
+    )
+    return manifest.at(manifest.folder_of(folder, step))
+
+
+@contextlib.contextmanager
+def hub_of(folder, checkpoint=None, wait_s=0.0):
+    """A hub behind a controller; and how to make a store that calls it."""
+    said = []
+    hub = StoreHub(folder, PROCESSES, said.append, wait_s)
+    hub.said = said
+    controller = Controller(
+        PROCESSES,
+        address="127.0.0.1",
+        port=0,
+        about={},
+        resume=0,
+        key=KEY,
+        silence_s=30,
+        is_saving=lambda step: False,
+        progress=None,
+        hub=hub,
+    )
+
+    def join(own, number=NOBODY, serves=True):
+        before = len(hub._stores)
+        store = OwnStore(own, process=number, node="far", controller=controller.address, key=KEY)
+        if serves:
+            store.serve()
+            wait_until(lambda: len(hub._stores) > before)
+        return store
+
+    controller._heartbeat = lambda: None
+    try:
+        yield hub, join
+    finally:
+        hub.close()
+        controller.__exit__()
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def look(hub, checkpoint):
+    """Lets the hub look before a start; raises the problem that it finds."""
+    started = []
+    hub.prepare(checkpoint, lambda: started.append(True))
+    wait_until(lambda: started or hub._problem)
+    hub.raise_problem()
+
+
+@pytest.fixture
+def sites(tmp_path):
+    """The launcher's folder with part 0, another with part 1, and a third with nothing."""
+    home, far, new = (tmp_path / name for name in ("home", "far", "new"))
+    write_parts(home, "part_0")
+    write_parts(far, "part_1")
+    checkpoint = commit(home, part_0="n0", part_1="n1")
+    for name in ("config.yaml", "plan.yaml"):
+        (home / name).write_text(name)
+    with hub_of(home) as (hub, join):
+        join(far, 1)
+        yield hub, join, checkpoint, {"home": home, "far": far, "new": new}
+
+
+def fetch(store, parts=("part_0", "part_1"), say=lambda line: None):
+    own = manifest.at(manifest.folder_of(store.folder, STEP))
+    store.fetch(own, parts, lambda: None, say)
+
+
+def test_a_store_fetches_what_it_lacks_and_goes_on_where_it_stopped(sites, monkeypatch):
+    hub, join, checkpoint, folders = sites
+    new, said = join(folders["new"], 0), []
+    new.fetch_run_files()
+    look(hub, checkpoint)
+    begun = manifest.folder_of(folders["new"], STEP) / "part_0.fetching/d/large"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(LARGE[:1000])
+    asked = []
+    read = hub.read
+    monkeypatch.setattr(hub, "read", lambda q: (asked.append(q), read(q))[1])
+    fetch(new, say=said.append)
+    for name, content in FILES.items():
+        assert (manifest.folder_of(folders["new"], STEP) / name).read_bytes() == content
+    assert next(q.first for q in asked if q.name.endswith("large")) == 1000
+    assert said[0] == "fetching part_0, part_1: 8 MiB, 1000 B of them were here already"
+    assert (folders["new"] / "plan.yaml").read_text() == "plan.yaml"
+    asked.clear()
+    fetch(new)  # all is here
+    assert not asked
+    assert not begun.exists()
+
+
+def test_a_copy_that_is_not_what_was_written_is_fetched_again(sites):
+    hub, join, checkpoint, folders = sites
+    new = join(folders["new"])
+    look(hub, checkpoint)
+    begun = manifest.folder_of(folders["new"], STEP) / "part_0.fetching/_METADATA"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(b"zerp")  # as long as it should be
+    fetch(new)
+    assert (begun.parent.with_name("part_0") / "_METADATA").read_bytes() == b"zero"
+
+
+def test_bytes_that_change_on_their_way_are_not_taken(sites, monkeypatch):
+    hub, join, checkpoint, folders = sites
+    new = join(folders["new"])
+    look(hub, checkpoint)
+    monkeypatch.setattr(store_end, "RETRY_S", 0.1)
+
+    def send(connection, content):  # one bit of it is another
+        sha256 = hashlib.sha256(content).hexdigest()
+        connection.send(encode(FilePiece(num_bytes=len(content), sha256=sha256)))
+        connection.sock.sendall(bytes([content[0] ^ 1]) + content[1:])
+
+    monkeypatch.setattr(store_messages, "send_piece", send)
+    with pytest.raises(PeerError, match=r"part_0 .*cannot be fetched") as error:
+        fetch(new)
+    assert "changed on their way" in str(error.value.found)
+    assert not (manifest.folder_of(folders["new"], STEP) / "part_0").exists()
+
+
+def test_what_nobody_has_is_named_before_anything_starts(tmp_path):
+    write_parts(home := tmp_path / "home", "part_0")
+    checkpoint = commit(home, part_0="n0", part_1="n1")
+    with hub_of(home) as (hub, _), pytest.raises(CheckpointError) as error:
+        look(hub, checkpoint)
+    assert "part_1 (written to n1:/f)" in error.value.found
+    with hub_of(home, wait_s=20) as (hub, join):  # it is waited for
+        hub.prepare(checkpoint, lambda: hub.said.append("starts"))
+        wait_until(lambda: hub.said)
+        assert hub.said == ["stores      waiting for part_1 (written to n1:/f)"]
+        write_parts(tmp_path / "far", "part_1")
+        join(tmp_path / "far")
+        wait_until(lambda: hub.said[1:] == ["starts"])
+
+
+def test_whoever_fetches_nothing_is_told_to_gather(sites):
+    *_, checkpoint, folders = sites
+    assert manifest.newest(folders["home"], print, fetches=True) == checkpoint
+    with pytest.raises(CheckpointError, match="launch gather") as error:
+        manifest.newest(folders["home"], print)
+    assert error.value.found == "part_1 in n1:/f"
+
+
+def test_a_launcher_that_has_lost_a_checkpoint_neither_begins_anew_nor_removes_it(tmp_path):
+    write_parts(far := tmp_path / "far", "part_1")
+    commit(far)
+    with hub_of(tmp_path / "home") as (hub, join):
+        join(far, 1)
+        with pytest.raises(
+            CheckpointError, match=f"after step {STEP}, which the launcher does not"
+        ):
+            look(hub, None)
+    assert manifest.finished(far)
+
+
+def test_processes_of_a_stage_share_a_store(tmp_path, monkeypatch):
+    with hub_of(tmp_path / "home") as (hub, join):
+        hub._processes = (process(0, 0), process(1, 0, 1))
+        join(tmp_path / "far", 1)
+        with pytest.raises(ConfigError, match="is another store than that of c0/n0"):
+            look(hub, None)
+
+
+def test_stores_keep_what_the_launcher_keeps(tmp_path):
+    home, far = tmp_path / "home", tmp_path / "far"
+    for step in (2, 4, 6, 8):
+        write_parts(far, "part_1", step=step)
+    commit(far, 2, part_1="n1")
+    commit(home, 4, part_1="n1")
+    commit(home, 6, part_1="n1")
+    with hub_of(home) as (hub, join):
+        join(far, 1)
+        hub.committed(6)
+        hub.settle()
+    # 2 is superseded, 8 is being written; 4 and 6 have got their manifests.
+    assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
+    assert [step for step, _ in manifest.finished(far)] == [4, 6]
+    assert sorted(path.name for path in (far / "checkpoints").iterdir())[0] == "step_00000004"
+
+
+def test_a_process_that_is_not_told_asks_whose_folder_it_has(tmp_path):
+    home, far = tmp_path / "home", tmp_path / "far"
+    with hub_of(home) as (_, join):
+        controller = join(far, serves=False)._controller
+        (home / "plan.yaml").write_text("x")
+        own = SimpleNamespace(number=0, controller=controller, key=KEY)
+        assert worker.join_store(home, {}, own) is None
+        assert worker.join_store(far, {}, own).folder == far
+        assert (far / "plan.yaml").read_text() == "x"
+
+
+NAMES = ("../x", "/etc/passwd", "checkpoints/step_00000004/../../job.key", "job.key", "owner.json")
+NAMES += ("checkpoints/step_00000004/part_0/\0", "checkpoints/step_4/x", "tokenizer/../job.key")
+NAMES += (f"tokenizer/{'x' * 5000}", "checkpoints/step_00000004/link/passwd", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_leads_out_of_a_run_folder(tmp_path, name):
+    folder = tmp_path / "run/checkpoints/step_00000004"
+    folder.mkdir(parents=True)
+    (folder / "link").symlink_to("/etc")
+    (tmp_path / "run/job.key").write_text("secret")
+    with pytest.raises(ValueError, match=r"is no file|leads out"):
+        stores.read_piece(tmp_path / "run", name, 0, 10)
+    hub = StoreHub(tmp_path / "run", PROCESSES, print)
+    with pytest.raises(ValueError, match=r"is no file|leads out"):
+        hub.read(AskPiece(name=name, first=0, count=10))
+
+
+@pytest.mark.parametrize("url", ["s3://b/x", "gs://b/x"])
+def test_a_url_never_becomes_a_folder(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    for folder in (url, manifest.Path(url)):
+        with pytest.raises(HolmesError, match="is a URL, and no folder"):
+            stores.identifier(manifest.Path(folder))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_start_writes_no_more(tmp_path):
+    first = stores.begin(tmp_path, "x, epoch 1")
+    first()
+    stores.begin(tmp_path, "x, epoch 2")()
+    with pytest.raises(LostLeaseError, match="another start"):
+        first()
+
+
+def test_a_folder_is_one_store_however_many_ask(tmp_path):
+    found = stores.identifier(tmp_path / "run")
+    assert found == stores.identifier(tmp_path / "run")
+    assert not stores.is_own(tmp_path / "run", found)
+    assert stores.is_own(tmp_path, found)
+    assert not stores.is_own(tmp_path, None)  # whoever starts it does not say
+    (tmp_path / "run/store.json").write_text(json.dumps({"id": "../x"}))
+    with pytest.raises(HolmesError, match="names no store"):
+        stores.identifier(tmp_path / "run")

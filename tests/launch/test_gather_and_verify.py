@@ -1,0 +1,77 @@
+"""`launch gather` and `launch verify` on checkpoints that are written here."""
+
+import argparse
+import os
+
+import pytest
+
+from holmesjax.checkpoints import manifest, stores
+from holmesjax.data import object_stores
+from holmesjax.errors import CheckpointError, DamagedError
+from launch.verbs import gather, verify
+from tests.data.object_store import object_store
+from tests.written_checkpoints import flip_a_byte, write
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write(folder)
+    (folder / "config.yaml").write_text("x: 1")
+    return folder
+
+
+def read_in(folder):
+    return lambda name, first, count: stores.read_piece(folder, name, first, count)
+
+
+def test_a_checkpoint_goes_into_an_object_store_and_never_into_a_folder(
+    run_dir, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    [found] = manifest.find(run_dir)
+    with object_store("gathered") as store:
+        target = object_stores.path_of("s3://gathered/llama")
+        gather._write_all(target, run_dir, found, read_in(run_dir))
+        for name, facts in found.manifest["files"].items():
+            key = f"gathered/llama/{stores.name_in(found.step, name)}"
+            assert store.cat(key) == (found.path / name).read_bytes()
+            assert store.info(key)["size"] == facts["bytes"]
+        assert store.cat("gathered/llama/config.yaml") == b"x: 1"
+        with pytest.raises(CheckpointError, match="is there already"):
+            gather._write_all(target, run_dir, found, read_in(run_dir))
+    assert not os.listdir(tmp_path)
+
+
+def test_a_gathering_that_was_cut_goes_on(run_dir, tmp_path):
+    [found] = manifest.find(run_dir)
+    names, read = list(found.manifest["files"]), read_in(run_dir)
+
+    def breaks(name, first, count):
+        if name.endswith(names[-1]):
+            raise OSError("cut")
+        return read(name, first, count)
+
+    with pytest.raises(OSError, match="cut"):
+        gather._write_all(tmp_path, run_dir, found, breaks)
+    assert not manifest.find(tmp_path)  # no checkpoint before its manifest
+    gather._write_all(tmp_path, run_dir, found, read)
+    [copied] = manifest.find(tmp_path)
+    manifest.verify(copied)
+
+
+def test_a_flipped_byte_of_any_large_or_small_file_is_found(run_dir, capsys):
+    args = argparse.Namespace(run_dir=run_dir, step=None)
+    assert verify.run(args) == 0
+    assert "as written" in capsys.readouterr().out
+    [found] = manifest.find(run_dir)
+    largest = max(found.manifest["files"], key=lambda name: found.manifest["files"][name]["bytes"])
+    for name in (largest, next(iter(found.manifest["files"]))):
+        path = found.path / name
+        content = path.read_bytes()
+        flip_a_byte(path)
+        with pytest.raises(DamagedError):
+            verify.run(args)
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="has no checkpoint after step 7"):
+        verify.run(argparse.Namespace(run_dir=run_dir, step=7))
