@@ -163,15 +163,15 @@ def _linear_forward(
     return totals, (dx_BLD, dw.astype(w.dtype))
 
 
-# XLA would reduce the gradient of w over the devices in every chunk. A dim p, cut over them, keeps a
-# sum for each device until the last chunk.
+# XLA would reduce the gradient of w over the devices in every chunk. A dim p, cut over them, keeps
+# the sum of each device until the last chunk.
 
 
 def _no_products(static: _Static, w_DV: jax.Array) -> jax.Array:
     """The gradient of w before the first chunk, [D, V], or [p, D, V] of several devices."""
     if static.num_parts == 1:
-        return jnp.zeros(w_DV.shape)
-    return _apart(static, jnp.zeros((static.num_parts, *w_DV.shape)))
+        return jnp.zeros(w_DV.shape, jnp.float32)
+    return _apart(static, jnp.zeros((static.num_parts, *w_DV.shape), jnp.float32))
 
 
 def _add_product(
