@@ -167,18 +167,25 @@ def stage_memory_bytes(
         needed = _gathered_bytes(model, stage, implementation, items["logits"])
         items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
     if np.any(is_summed := stage.data > 1):
-        # The first stage does it in its last backward: before that, activations are still there. A
-        # stage alone does it after a loop over microbatches, and reads no replicas then.
-        is_loop = stage.is_alone and not stage.is_whole_step
-        share = (stage.in_flight - 1) / stage.in_flight if stage.is_first and not is_loop else 1.0
-        room = np.minimum(share * items["activations"] + items["logits"], freed)
-        room = room + is_loop * items["replicas"]
         needed = 4.0 * trained * (1 + 1 / shards)
+        room = _room_of_reduction(stage, items, freed)
         items["reduction"] = is_summed * np.maximum(0.0, needed - room)
     if matrices := hidden_matrices(model, stage):
         needed = _orthogonalizing_bytes(matrices, stage.parameter_parts * stage.tensor * shards)
         items["orthogonalized"] = np.maximum(0.0, needed - freed)
     return items
+
+
+def _room_of_reduction(stage: StageShape, items: Mapping[str, Numbers], freed: Numbers) -> Numbers:
+    """Bytes of other items that are gone, of those `freed` in all, when gradients are reduced.
+
+    The first stage reduces in its last backward: before that, activations are still there. A stage
+    alone does it after a loop over microbatches, and reads no replicas then.
+    """
+    is_loop = stage.is_alone and not stage.is_whole_step
+    share = (stage.in_flight - 1) / stage.in_flight if stage.is_first and not is_loop else 1.0
+    room = np.minimum(share * items["activations"] + items["logits"], freed)
+    return room + is_loop * items["replicas"]
 
 
 def _left(room: Numbers, needed: Numbers) -> tuple[Numbers, Numbers]:

@@ -211,7 +211,7 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
 
 @pytest.mark.parametrize("schedule, later", [("1f1b", 1), ("zero_bubble", 0)])
 def test_a_backward_goes_on_once_the_layer_before_is_reduced(schedule, later):
-    """Or XLA would hold whole gradients of many layers; but a split backward puts them off."""
+    """XLA would hold whole gradients of many layers; but a split backward puts them off."""
     model = make_model(**VARIANTS["llama"], num_layers=4)
     chunk = make_chunks(model, hand_made_plan((3, 1), 1, 1, fsdp=2, schedule=schedule))[0]
     _, shapes = shapes_of_arguments(chunk)
