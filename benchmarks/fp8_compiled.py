@@ -128,7 +128,7 @@ def compile_here(number: int) -> None:
     """In a process that sees the plugin: a line of JSON."""
     case = CASES[number]
     model, plan = case.model, memory_compiled.plan_of(case.like)
-    devices = described_devices(memory_compiled.NUM_STAGES * case.mesh.num_devices)
+    devices = described_devices(case.like.num_stages * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4)
     chunk = Chunk(
         model=model,

@@ -1,8 +1,9 @@
 """Bytes that stages hold as compiled for GPUs, without one: python -m benchmarks.memory_compiled
 
 Stages of two models, each with several ways to checkpoint and to be cut, are compiled whole for an
-H200, as `benchmarks.kernels_compiled` does kernels, with the flags that jobs get. Then what they
-hold is counted at every moment of a step:
+H200, as `benchmarks.kernels_compiled` does kernels, with the flags that jobs get: the two stages of
+a pipeline, or a whole step of 16 and 32 layers on eight devices. Then what they hold is counted at
+every moment of a step:
 
     state         parameters and moments, always; replicas and gradients until the update
     kept          what the forwards saved that were not yet followed by their backwards
@@ -11,9 +12,10 @@ hold is counted at every moment of a step:
 
     compiled      the most of any moment, GiB a device
     predicted     the sum of `memory.stage_memory_bytes`
-    error         of what is predicted; bar: 10% too little, what plans leave free on a device
+    error         of what is predicted; bar: 10% too little, what plans leave free on a device;
+                  of a whole step 8%, too little or too much
 
-Ends with 1 if a stage holds more than its plan would leave room for.
+Ends with 1 if a prediction misses its bar.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +52,7 @@ from holmesjax.plan.plan import Plan, StagePlan
 from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.chunk import Chunk
-from holmesjax.runtime.compilation import compile_chunks
+from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.program_shapes import (
     batch_shapes,
     boundary_shape,
@@ -59,8 +62,8 @@ from holmesjax.runtime.program_shapes import (
 from holmesjax.runtime.programs import ProgramKey, Programs
 
 NAME = "memory_compiled"
-BAR = 1.0 - USABLE_MEMORY
-NUM_STAGES, MICROBATCHES, SEQUENCES = 2, 4, 2  # sequences of a microbatch on a device
+BAR, WHOLE_STEP_BAR = 1.0 - USABLE_MEMORY, 0.08
+MICROBATCHES, SEQUENCES = 4, 2  # sequences of a microbatch on a device
 SIZES: dict[str, Any] = {"num_layers": 6, "width": 2048, "num_heads": 16, "context_length": 2048}
 MODELS = {
     "gpt": ModelConfig(**SIZES, vocab_size=50_304, positions="learned"),
@@ -72,18 +75,21 @@ MODELS = {
 
 
 class StageCase(NamedTuple):
-    """Two stages of three layers each, on equal meshes."""
+    """Two stages of three layers each, on equal meshes; or one of more layers, a whole step."""
 
     model: str
     checkpointing: Any = "none"
     mesh: MeshShape = MeshShape(1, 1, 1)
     moments: Any = "float32"
+    num_layers: int = 6
+    num_stages: int = 2
 
     @property
     def label(self) -> str:
         axes = ", ".join(f"{axis.value} {n}" for axis, n in self.mesh.sizes.items() if n > 1)
         moments = f"moments in {self.moments}" * (self.moments != "float32")
-        what = [self.model, f"checkpointing {self.checkpointing}", axes, moments]
+        layers = f"whole step of {self.num_layers} layers" * (self.num_stages == 1)
+        what = [self.model, layers, f"checkpointing {self.checkpointing}", axes, moments]
         return ", ".join(filter(None, what))
 
 
@@ -96,6 +102,17 @@ CASES = [
     *(StageCase("llama", policy, MeshShape(2, 1, 1)) for policy in ("none", "full")),
     StageCase("gpt", "dots", MeshShape(2, 2, 1)),
     StageCase("gpt", "none", moments="bfloat16"),
+    *(
+        StageCase("llama", policy, mesh, num_layers=num_layers, num_stages=1)
+        for num_layers in (16, 32)
+        for mesh in (
+            MeshShape(1, 8, 1),
+            MeshShape(8, 1, 1),
+            MeshShape(1, 1, 8),
+            MeshShape(2, 2, 2),
+        )
+        for policy in ("none", "dots", "full")
+    ),
 ]
 
 
@@ -107,12 +124,12 @@ def job_environment() -> dict[str, str]:
 
 
 def plan_of(case: StageCase) -> Plan:
-    num_layers = SIZES["num_layers"] // NUM_STAGES
+    num_layers = case.num_layers // case.num_stages
     size = case.mesh.num_devices
     stages = []
-    for s in range(NUM_STAGES):
+    for s in range(case.num_stages):
         layers = [block_name(s * num_layers + i) for i in range(num_layers)]
-        layers = [EMBED] * (s == 0) + layers + [HEAD] * (s == NUM_STAGES - 1)
+        layers = [EMBED] * (s == 0) + layers + [HEAD] * (s == case.num_stages - 1)
         stages.append(
             StagePlan(
                 cluster="h200",
@@ -142,11 +159,11 @@ def plan_of(case: StageCase) -> Plan:
 
 
 def shape_of(case: StageCase, index: int) -> StageShape:
-    in_flight = NUM_STAGES - index
+    in_flight = case.num_stages - index
     return StageShape(
-        blocks=(SIZES["num_layers"] // NUM_STAGES,),
+        blocks=(case.num_layers // case.num_stages,),
         is_first=index == 0,
-        is_last=index == NUM_STAGES - 1,
+        is_last=index == case.num_stages - 1,
         data=case.mesh.data,
         tensor=case.mesh.tensor,
         fsdp=case.mesh.fsdp,
@@ -205,8 +222,8 @@ def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
 def compile_here(number: int) -> None:
     """In a process that sees the plugin: a line of JSON for each stage of a case."""
     case = CASES[number]
-    model, plan = MODELS[case.model], plan_of(case)
-    devices = described_devices(NUM_STAGES * case.mesh.num_devices)
+    model, plan = replace(MODELS[case.model], num_layers=case.num_layers), plan_of(case)
+    devices = described_devices(case.num_stages * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4, moments=case.moments)
     for index, mesh in enumerate(build_meshes(plan, devices)):
         chunk = Chunk(
@@ -222,7 +239,11 @@ def compile_here(number: int) -> None:
         )
         shape = shape_of(case, index)
         items = memory.stage_memory_bytes(model, shape)
-        found = moments_of(compile_chunks([chunk])[0], NUM_STAGES - index)
+        if case.num_stages == 1:
+            step = compile_whole_step(chunk, evaluates=False)["step"]
+            found = {"step": bytes_on_a_device(chunk.state_shapes) + temporary_bytes(step)}
+        else:
+            found = moments_of(compile_chunks([chunk])[0], case.num_stages - index)
         moment = max(found, key=lambda name: found[name])
         compiled, predicted = found[moment] + items["boundaries"], sum(items.values())
         line = {
@@ -238,6 +259,13 @@ def compile_here(number: int) -> None:
         print(json.dumps(line), flush=True)
 
 
+def misses(line: dict[str, Any]) -> bool:
+    """Whether the prediction of a line is too far off."""
+    if line["moment"] == "step":
+        return bool(abs(line["error"]) > WHOLE_STEP_BAR)
+    return bool(line["error"] < -BAR)
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     rows = [
         "| stages | number | most in | compiled GiB | predicted GiB | error |",
@@ -245,7 +273,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     ]
     for line in lines:
         size = [line[f"{name}_bytes"] / 2**30 for name in ("compiled", "predicted")]
-        missed = " MISSED" * (line["error"] < -BAR)
+        missed = " MISSED" * misses(line)
         rows.append(
             f"| {line['what']} | {line['stage']} | {line['moment']} | {size[0]:.2f} | "
             f"{size[1]:.2f} | {line['error']:+.1%}{missed} |"
@@ -279,7 +307,7 @@ def main() -> int:
         print(f"{number + 1}/{len(CASES)}  {case.label}", flush=True)
         lines += compiled_apart(NAME, number)
     save(NAME, lines, table(lines), args.out)
-    return 0 if all(line["error"] >= -BAR for line in lines) else 1
+    return 1 if any(map(misses, lines)) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Cross-entropy of logits, and of an output projection whose logits are never all there.
 
-Dims: ... any, V vocabulary; B sequences, L tokens in each, l of them in a chunk, D model width.
+Dims: ... any, V vocabulary; B sequences, L tokens in each, l of them in a chunk, D model width; p
+devices that share the sequences.
 """
 
 import functools
@@ -9,6 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as materialize
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from kernels.attention.shards import Shards
 
 IGNORED = -1  # in place of a target: the token does not count
 
@@ -73,6 +77,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     num_chunks: int = 1,
     soft_cap: float | None = None,
+    shards: Shards | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums of -log softmax(x w)[target] and of logsumexp(x w)^2 over tokens; float32 scalars.
 
@@ -81,7 +86,8 @@ def linear_cross_entropy(
     The logits of L / num_chunks tokens of each sequence are there at a time, in float32. Where
     gradients are wanted, they are computed with them: a chunk's logits are needed once, no product
     is done twice, and what is kept for the backward has the sizes of x and w, as the gradients
-    themselves. The gradient of w is summed over the chunks in float32. (The order of Liger Kernel,
+    themselves. The gradient of w is summed over the chunks in float32: on each device those of its
+    own sequences, and over devices once, after the last chunk. (The order of Liger Kernel,
     arXiv:2410.10989; z-loss of PaLM, arXiv:2204.02311.)
 
     Args:
@@ -90,11 +96,13 @@ def linear_cross_entropy(
       target_BL: ids of tokens; one whose target is below 0 does not count.
       num_chunks: 1 to L.
       soft_cap: logits are `capped` with it.
+      shards: how a mesh cuts B, V, and D of the gradient of w; None: there is no mesh.
     """
     length = target_BL.shape[1]
     if not 1 <= num_chunks <= length:
         raise ValueError(f"num_chunks must be 1 to {length}, the length, not {num_chunks}")
-    return _linear(_Static(num_chunks, z_loss, is_transposed, soft_cap), x_BLD, w, target_BL)
+    static = _Static(num_chunks, z_loss, is_transposed, soft_cap, shards)
+    return _linear(static, x_BLD, w, target_BL)
 
 
 class _Static(NamedTuple):
@@ -102,6 +110,12 @@ class _Static(NamedTuple):
     z_loss: float
     is_transposed: bool
     soft_cap: float | None
+    shards: Shards | None
+
+    @property
+    def num_parts(self) -> int:
+        """Devices that share the sequences."""
+        return 1 if self.shards is None else self.shards.count("B")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +142,7 @@ def _linear_forward(
     w_DV = _matrix(w, x_BLD, static.is_transposed)
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
-        totals, dw_DV = carry
+        totals, dw = carry
         x_BlD, target_Bl = chunk
         sums, logits_BlV, log_sum_Bl = _chunk_loss(static, w_DV, *chunk)
         slope = 1.0 + 2.0 * static.z_loss * log_sum_Bl
@@ -137,16 +151,53 @@ def _linear_forward(
         dlogits = _before_cap(dlogits, logits_BlV, static.soft_cap)
         dlogits_BlV = jnp.where(target_Bl[..., None] < 0, 0.0, dlogits).astype(x_BlD.dtype)
         dx_BlD = jnp.einsum("blv,dv->bld", dlogits_BlV, w_DV)
-        new = jnp.einsum("bld,blv->dv", x_BlD, dlogits_BlV, preferred_element_type=jnp.float32)
-        return (_added(totals, sums), dw_DV + new), dx_BlD
+        return (_added(totals, sums), _add_product(static, dw, x_BlD, dlogits_BlV)), dx_BlD
 
-    start = ((jnp.zeros(()), jnp.zeros(())), jnp.zeros(w_DV.shape))
+    start = ((jnp.zeros(()), jnp.zeros(())), _no_products(static, w_DV))
     chunks = _cut(static.num_chunks, x_BLD, target_BL)
-    (totals, dw_DV), dx_CBlD = jax.lax.scan(add, start, chunks)
+    (totals, dw), dx_CBlD = jax.lax.scan(add, start, chunks)
+    dw_DV = _over_devices(static, dw)
     B, L, D = x_BLD.shape
     dx_BLD = dx_CBlD.swapaxes(0, 1).reshape(B, -1, D)[:, :L]
     dw = dw_DV.T if static.is_transposed else dw_DV
     return totals, (dx_BLD, dw.astype(w.dtype))
+
+
+# XLA would reduce the gradient of w over the devices in every chunk. A dim p, cut over them, keeps
+# the sum of each device until the last chunk.
+
+
+def _no_products(static: _Static, w_DV: jax.Array) -> jax.Array:
+    """The gradient of w before the first chunk, [D, V], or [p, D, V] of several devices."""
+    if static.num_parts == 1:
+        return jnp.zeros(w_DV.shape, jnp.float32)
+    return _apart(static, jnp.zeros((static.num_parts, *w_DV.shape), jnp.float32))
+
+
+def _add_product(
+    static: _Static, dw: jax.Array, x_BlD: jax.Array, dlogits_BlV: jax.Array
+) -> jax.Array:
+    wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if static.num_parts == 1:
+        return dw + wide("bld,blv->dv", x_BlD, dlogits_BlV)
+    apart = lambda x: x.reshape(static.num_parts, -1, *x.shape[1:])
+    return _apart(static, dw + wide("pbld,pblv->pdv", apart(x_BlD), apart(dlogits_BlV)))
+
+
+def _apart(static: _Static, dw_pDV: jax.Array) -> jax.Array:
+    assert static.shards is not None, "several parts are on a mesh"
+    (sequences, vocabulary) = static.shards.spec("BV")
+    where = NamedSharding(static.shards.mesh, P(sequences, None, vocabulary))
+    return jax.lax.with_sharding_constraint(dw_pDV, where)
+
+
+def _over_devices(static: _Static, dw: jax.Array) -> jax.Array:
+    """The gradient of w, [D, V], of which each device keeps a part."""
+    if static.num_parts == 1:
+        return dw
+    assert static.shards is not None, "several parts are on a mesh"
+    where = NamedSharding(static.shards.mesh, static.shards.spec("DV"))
+    return jax.lax.with_sharding_constraint(dw.sum(0), where)
 
 
 def _linear_backward(static: _Static, saved: tuple, cotangents: tuple) -> tuple:

@@ -5,6 +5,7 @@ al., arXiv:1910.02054), copies for compute and unreduced gradients once per data
 them cut over `fsdp` (ZeRO-3 there; Zhao et al., arXiv:2304.11277) and `context`.
 """
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,7 +14,7 @@ from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
-from holmesjax.costs.parameters import held_parameters, largest_layer_parameters
+from holmesjax.costs.parameters import held_parameters, layer_parameters
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
@@ -100,9 +101,8 @@ def stage_memory_bytes(
 ) -> dict[str, Numbers]:
     """Bytes on each device of a stage, by what they hold, when it holds most.
 
-    With P parameters of a replica on a device of `tensor`, Q of them in the largest layer, c bytes
-    per number of the compute dtype, T tokens of a microbatch on a device, and parts = fsdp *
-    context:
+    With P parameters of a replica on a device of `tensor`, c bytes per number of the compute dtype,
+    T tokens of a microbatch on a device, and parts = fsdp * context:
 
         parameters    4 P / (parts * data)   float32 masters; 2 P where they are bfloat16
         optimizer     8 P / (parts * data)   for AdamW in float32; else `kept_bytes`
@@ -110,12 +110,15 @@ def stage_memory_bytes(
         gradients     4 P / parts            float32, each replica's own sum of a step; of a whole
                       step in one program, as far as there is no room where activations were
         activations   in_flight * T * (residuals of all layers)
-        logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks
+        logits        4 T V / tensor * head_in_flight    those kept; c D (T + V / tensor) in chunks,
+                      or of several parts D (c T + 4 V / (tensor * parts))
         temporaries   of a layer's or the head's backward: `_temporary_bytes`, `_logit_bytes`
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
-        gathered      (c + 4) Q              of several parts: a layer's parameters, its gradients
+        gathered      of several parts: parameters and whole gradients of a layer's backward, beside
+                      its temporaries: `_gathered_bytes`
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
-                      sent and summed, as far as there is no room yet where activations were
+                      sent and summed, as far as there is no room yet where activations were, and
+                      replicas of a whole step in one program
         orthogonalized    of Muon's update: momenta of hidden matrices as they are cut, dealt out
                       and coming back, 12 bytes each, and 16 of one whole matrix, as far as there
                       is no room where activations were
@@ -141,6 +144,9 @@ def stage_memory_bytes(
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     num_neighbours *= not stage.is_whole_step
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
+    temporaries = [
+        _temporary_bytes(model, kind, stage, implementation) for _, kind in stage.kinds(model)
+    ]
     items = {
         "parameters": 1.0 * DTYPE_BYTES[stage.param_dtype] * trained / shards,
         "optimizer": 1.0 * kept_bytes(model, stage, shards),
@@ -148,7 +154,7 @@ def stage_memory_bytes(
         "gradients": 4.0 * trained,
         "activations": 1.0 * activations,
         "logits": 0.0,
-        "temporaries": _temporary_bytes(model, stage, implementation),
+        "temporaries": functools.reduce(np.maximum, temporaries),
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
     if stage.is_last:
@@ -158,17 +164,28 @@ def stage_memory_bytes(
     if stage.is_whole_step:
         freed, items["gradients"] = _left(freed, items["gradients"])
     if np.any(is_cut := parts > 1):
-        items["gathered"] = is_cut * (width + 4.0) * largest_layer_parameters(model, stage)
+        needed = _gathered_bytes(model, stage, implementation, items["logits"])
+        items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
     if np.any(is_summed := stage.data > 1):
-        # The first stage does it in its last backward: before that, activations are still there.
-        share = (stage.in_flight - 1) / stage.in_flight if stage.is_first else 1.0
-        room = np.minimum(share * items["activations"] + items["logits"], freed)
         needed = 4.0 * trained * (1 + 1 / shards)
+        room = _room_of_reduction(stage, items, freed)
         items["reduction"] = is_summed * np.maximum(0.0, needed - room)
     if matrices := hidden_matrices(model, stage):
         needed = _orthogonalizing_bytes(matrices, stage.parameter_parts * stage.tensor * shards)
         items["orthogonalized"] = np.maximum(0.0, needed - freed)
     return items
+
+
+def _room_of_reduction(stage: StageShape, items: Mapping[str, Numbers], freed: Numbers) -> Numbers:
+    """Bytes of other items that are gone, of those `freed` in all, when gradients are reduced.
+
+    The first stage reduces in its last backward: before that, activations are still there. A stage
+    alone does it after a loop over microbatches, and reads no replicas then.
+    """
+    is_loop = stage.is_alone and not stage.is_whole_step
+    share = (stage.in_flight - 1) / stage.in_flight if stage.is_first and not is_loop else 1.0
+    room = np.minimum(share * items["activations"] + items["logits"], freed)
+    return room + is_loop * items["replicas"]
 
 
 def _left(room: Numbers, needed: Numbers) -> tuple[Numbers, Numbers]:
@@ -183,27 +200,55 @@ def _orthogonalizing_bytes(matrices: Mapping[Matrix, int], num_devices: Numbers)
 
 
 def _temporary_bytes(
-    model: ModelConfig, stage: StageShape, implementation: Implementation
+    model: ModelConfig, kind: Kind, stage: StageShape, implementation: Implementation
 ) -> Numbers:
-    """Temporary bytes of the backward of the layer that needs most, but for our own head's.
+    """Temporary bytes of a layer's backward, but for our own head's logits.
 
-    The backward of a layer needs what is computed again, the result of the activation function and
-    the gradients of that and of its arguments, and some arrays of the residual stream, c T (a F /
-    tensor + n D) with a = 2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. It is what XLA allots on a
-    GPU (`benchmarks.memory_compiled`); on a CPU it allots more.
+    It needs what is computed again, the result of the activation function and the gradients of that
+    and of its arguments, and some arrays of the residual stream, c T (a F / tensor + n D) with a =
+    2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. It is what XLA allots on a GPU
+    (`benchmarks.memory_compiled`); on a CPU it allots more.
     """
     width = DTYPE_BYTES[stage.dtype]
     twice = 1 + (stage.tensor > 1)
-    found = [
+    per_token = (
         width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
         + residual_bytes(model, kind, stage, implementation, checkpointing="none")
         - residual_bytes(model, kind, stage, implementation)
-        for _, kind in stage.kinds(model)
-    ]
+    )
+    return stage_tokens(model, stage) * per_token
+
+
+def _gathered_bytes(
+    model: ModelConfig, stage: StageShape, implementation: Implementation, logits: Numbers
+) -> Numbers:
+    """Bytes of parameters, whole gradients and temporaries in the backward of the neediest layer.
+
+    The parameters are in the compute dtype. Gradients are whole, in float32, until they are
+    reduced: those of a block, and of the block whose reduction it hides
+    (`microbatch._reduced_first`). Where a step is one program, the head's gradient comes where its
+    logits were, or is among its temporaries, and logits are gone before other layers. Elsewhere
+    they are an argument of the backward, and stay.
+
+    Args:
+      model, stage, implementation: the stage.
+      logits: the bytes that it keeps of them.
+    """
+    width = DTYPE_BYTES[stage.dtype]
+    gradients = {"first": 4.0, "middle": 8.0, "last": 0.0 if stage.is_alone else 4.0}
+    freed = logits if stage.is_alone else 0.0
     most: Numbers = 0.0
-    for item in found:
-        most = np.maximum(most, item)
-    return stage_tokens(model, stage) * most
+    sizes = layer_parameters(model, stage)
+    for (_, kind), num_parameters in zip(stage.kinds(model), sizes, strict=True):
+        needed = (width + gradients[kind.place]) * num_parameters
+        needed = needed + _temporary_bytes(model, kind, stage, implementation)
+        if kind.place == "last":
+            in_head = _logit_bytes(model, stage, implementation)[1]
+            needed = np.maximum(needed, (width + gradients["last"]) * num_parameters + in_head)
+        else:
+            needed = needed - freed
+        most = np.maximum(most, needed)
+    return most
 
 
 def _logit_bytes(
@@ -212,7 +257,8 @@ def _logit_bytes(
     """Bytes that are kept, and bytes that the backward of the head needs beside them.
 
     It needs a gradient of the logits and the weight's, c V (T + D) / tensor; in chunks, (4 + c) for
-    each logit of one and 4 D V / tensor.
+    each logit of one and 4 D V / tensor. Of several parts, a chunked head keeps its part of the
+    weight's gradient, in float32; at once, the gradient comes where the logits were.
     """
     num_tokens = stage_tokens(model, stage)
     if not (of_whole := kinds(model).head.logits):
@@ -225,7 +271,9 @@ def _logit_bytes(
     table = model.width * vocab_size
     logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
     in_chunks = num_chunks > 1
-    in_parts = width * (table + num_tokens * model.width)
-    kept = np.where(in_chunks, in_parts, 4 * logits)
-    needed = np.where(in_chunks, (4 + width) * chunk + 4 * table, width * (logits + table))
+    is_cut = stage.parameter_parts > 1
+    gradient = np.where(is_cut, 4.0 * table / stage.parameter_parts, width * table)
+    kept = np.where(in_chunks, gradient + width * num_tokens * model.width, 4 * logits)
+    at_once = width * (logits + np.where(is_cut, 0.0, table))
+    needed = np.where(in_chunks, (4 + width) * chunk + 4 * table, at_once)
     return stage.head_in_flight * kept, needed

@@ -5,11 +5,8 @@ All of it derives from what the kinds of a model's layers state (`layer_specs.ki
     D  model width   V  vocabulary size   T  tokens in all
 """
 
-import functools
 from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
 
 from holmesjax.config import TABLE, ModelConfig
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
@@ -285,12 +282,11 @@ def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     return numbers + stage_tokens(model, stage) * own.row_numbers
 
 
-def largest_layer_parameters(model: ModelConfig, stage: StageShape) -> Sizes:
-    """Parameters that the stage's largest layer reads, on each device of `tensor`."""
+def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Sizes]:
+    """Parameters that a layer of each kind of the stage reads, on each device of `tensor`."""
     own = zip(stage.counts, _layer_extents(model), strict=True)
-    sizes = [
+    return [
         extents.all.in_parts(stage.tensor) + extents.borrowed.in_parts(stage.tensor)
         for count, extents in own
         if count
     ]
-    return functools.reduce(lambda a, b: np.maximum(a, b), sizes)

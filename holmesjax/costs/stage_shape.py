@@ -54,6 +54,11 @@ class StageShape:
         return self.fsdp * self.context
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it is a plan's only stage, whose step is one program."""
+        return self.is_first and self.is_last and self.chunks == 1
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Layers of each kind, in the order of `Kinds.in_order`."""
         return int(self.is_first), *self.blocks, int(self.is_last)

@@ -147,12 +147,13 @@ class Kernels:
 
     @property
     def shards(self) -> Shards | None:
-        """How `sharding` cuts the dims of attention: sequences, or their parts, and heads."""
+        """How `sharding` cuts dims: sequences, or their parts, heads, the vocabulary, the width."""
         if self.mesh is None or self.mesh.size == 1:
             return None
         has = lambda *axes: tuple(axis.value for axis in axes if axis in self.mesh.shape)
         heads = has(Axis.TENSOR)
-        axes_of = (("B", has(Axis.CONTEXT, Axis.FSDP)), ("H", heads), ("G", heads))
+        parts = ("B", has(Axis.CONTEXT, Axis.FSDP)), ("D", has(Axis.FSDP, Axis.CONTEXT))
+        axes_of = (*parts, ("H", heads), ("G", heads), ("V", heads))
         return Shards(self.mesh, axes_of, Axis.CONTEXT.value if self.context > 1 else None)
 
     @property

@@ -91,6 +91,7 @@ def head(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array,
             z_loss=z_loss,
             num_chunks=num_chunks,
             soft_cap=soft_cap,
+            shards=context.kernels.shards,
         )
     else:
         logits_BLV = project(h_BLD, w, "float32")

@@ -98,8 +98,12 @@ def apply(
     values: Values = {}
     weighted: jax.Array | None = None
     functions: dict[Kind, Callable] = {}
-    for layer, kind in chunk.kinds.items():
+    trained, names = dict(params), list(chunk.kinds)
+    for layer, later, kind in zip(names, [*names[1:], None], chunk.kinds.values(), strict=True):
+        if later is not None and x_BLD is not None and _reduces_in_order(chunk):
+            x_BLD, trained[later] = _reduced_first(x_BLD, trained[later])
         own, of_own = _parameters(chunk, layer, params, fixed)
+        differentiated, _ = _parameters(chunk, layer, trained, fixed)
         context = Context(
             model=chunk.model,
             kind=kind,
@@ -115,7 +119,7 @@ def apply(
         if kind not in functions:
             functions[kind] = _function(chunk, kind, of_own)
         auxiliary: Auxiliary
-        x_BLD, auxiliary = functions[kind](own, x_BLD, context)
+        x_BLD, auxiliary = functions[kind](own, differentiated, x_BLD, context)
         for name, weight in kind.losses:
             loss = weight * auxiliary.losses[name].astype(jnp.float32)
             weighted = loss if weighted is None else weighted + loss
@@ -158,15 +162,17 @@ def _function(chunk: Chunk, kind: Kind, statements: Tree) -> Callable:
 
 
 def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Callable:
-    """`run(params, *args)` for parameters of which each device has a part.
+    """`run(params, *args)` as a function of (params, params, *args), each device with a part.
 
-    The function gathers the parameters, and gathers them again for its gradient: nothing of their
-    size is kept in between. The gradient of the parameters is summed over the devices, and cut as
-    the parameters are. Arrays that the policy of checkpointing does not save are computed again.
+    The values are those of the first parameters, which are the arrays that residuals leave out, and
+    the gradient is that of the second (`_reduced_first`). The function gathers the parameters, and
+    gathers them again for its gradient: nothing of their size is kept in between. The gradient of
+    the parameters is summed over the devices, and cut as the parameters are. Arrays that the policy
+    of checkpointing does not save are computed again.
     """
     run = checkpointed(run, policy)
-    if policy == "none" and chunk.num_parts == 1:
-        return run
+    if policy == "none" and not _reduces_in_order(chunk):
+        return lambda _, params, *args: run(params, *args)
 
     def cast(dtype: str) -> Callable[[Tree], Tree]:
         # What a step changes without a gradient is float32, and codes have dtypes of their own.
@@ -179,10 +185,10 @@ def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
     shard_spec = functools.partial(sharding.shard_spec, sizes=chunk.mesh.shape)
 
     @jax.custom_vjp
-    def gathered(params: Tree, *args: Any) -> Tree:
+    def gathered(params: Tree, _: Tree, *args: Any) -> Tree:
         return run(gather(narrow(params)), *args)
 
-    def forward(params: Tree, *args: Any) -> tuple[Tree, tuple[Tree, Residuals]]:
+    def forward(params: Tree, _: Tree, *args: Any) -> tuple[Tree, tuple[Tree, Residuals]]:
         whole = gather(narrow(params))
         out, pullback = jax.vjp(run, whole, *args)
         return out, (params, Residuals.of(pullback, whole))
@@ -194,10 +200,39 @@ def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
         again = (narrow(params), saved if policy else (), dy)
         params, again, dy = jax.lax.optimization_barrier(again)
         dparams, *dargs = (again or saved).restore(gather(params))(dy)
-        return constrain(dparams, shard_spec), *dargs
+        return None, constrain(dparams, shard_spec), *dargs
 
     gathered.defvjp(forward, backward)
     return gathered
+
+
+@jax.custom_vjp
+def _reduced_first(x_BLD: jax.Array, later: Tree) -> tuple[jax.Array, Tree]:
+    """The input of a layer and the parameters of the next one, as they are.
+
+    Their gradients are there together: a backward goes on to the layer before this one when the
+    next one's gradients are reduced, which this layer's products hide.
+    """
+    return x_BLD, later
+
+
+_reduced_first.defvjp(
+    lambda x_BLD, later: ((x_BLD, later), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
+
+
+def _reduces_in_order(chunk: Chunk) -> bool:
+    """Whether the gradients of layers are reduced one layer after the other.
+
+    Otherwise XLA puts products of weights off, to hide collectives of other layers behind them. It
+    then holds the inputs of these products, and whole gradients in float32, of many layers. A split
+    backward puts these products off on purpose.
+    """
+    if chunk.plan.order.splits_backward:
+        return False
+    computes_again = chunk.plan.activation_checkpointing == "full"
+    return chunk.num_parts > 1 or (computes_again and chunk.mesh.shape[Axis.TENSOR] > 1)
 
 
 def _constrain(chunk: Chunk, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:

@@ -4,6 +4,7 @@ XLA cannot cut a kernel. Left alone, it gathers whole arrays on every device and
 there on all of them; `jax.shard_map` is what gives each device its shard.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ class Shards:
         """
         axes_of = dict(self.axes_of)
         return P(*(axes_of.get(dim) or None for dim in dims))
+
+    def count(self, dim: str) -> int:
+        """Devices that share the numbers of a dim."""
+        return math.prod(self.mesh.shape[axis] for axis in dict(self.axes_of).get(dim, ()))
 
 
 def on_shards(function: Callable, shards: Shards | None, ins: Any, outs: Any) -> Callable:

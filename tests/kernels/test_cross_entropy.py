@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 
+from kernels.attention.shards import Shards
 from kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from kernels.linear import linear, linear_transposed
 from tests.arrays import assert_near, normal, wide
+from tests.collectives import collectives, entry
 from tests.kernels.gradients import DTYPES
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -145,6 +148,23 @@ def test_linear_cross_entropy_sums_the_weight_gradient_in_float32():
     _, _, want = numpy_linear_cross_entropy(x, w, target)
     got = wide(jax.jit(jax.grad(total))(w))
     assert np.abs(got - want).max() < 2.0**-8 * np.abs(want).max()
+
+
+def test_the_gradient_of_the_weight_crosses_devices_once_after_the_last_chunk():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
+    shards = Shards(mesh, (("B", ("fsdp",)), ("D", ("fsdp",)), ("V", ("tensor",))))
+    x, w, target = arrays = projected(4, 8, 16, 32)
+    put = lambda array, dims: jax.device_put(array, NamedSharding(mesh, shards.spec(dims)))
+    total = lambda x, w, target: linear_cross_entropy(x, w, target, num_chunks=4, shards=shards)[0]
+    placed = list(map(put, arrays, ("BLx", "xV", "BL")))
+    program = jax.jit(jax.grad(total, (0, 1))).lower(*placed).compile()
+    _, *want = numpy_linear_cross_entropy(x, w, target)
+    for got, wanted in zip(program(*placed), want, strict=True):
+        assert_near(got, wanted)
+    start = "\n".join(instruction.line for instruction in entry(program.as_text()).values())
+    for text in start, program.as_text():
+        sizes = [size for _, axes, size in collectives(text, mesh) if axes == ("fsdp",)]
+        assert [size for size in sizes if size > 4] == [w.nbytes // 2]
 
 
 def test_linear_cross_entropy_never_has_all_logits():

@@ -209,6 +209,20 @@ def test_a_reduction_waits_for_no_gradient_that_it_does_not_send():
     assert len(products) == every
 
 
+@pytest.mark.parametrize("schedule, later", [("1f1b", 1), ("zero_bubble", 0)])
+def test_a_backward_goes_on_once_the_layer_before_is_reduced(schedule, later):
+    """XLA would hold whole gradients of many layers; but a split backward puts them off."""
+    model = make_model(**VARIANTS["llama"], num_layers=4)
+    chunk = make_chunks(model, hand_made_plan((3, 1), 1, 1, fsdp=2, schedule=schedule))[0]
+    _, shapes = shapes_of_arguments(chunk)
+    run = functools.partial(microbatch.backward, chunk, chunk.state_shapes.fixed, weight=None)
+    events = traced_events(jax.make_jaxpr(run)(*shapes), {"dot_general"})
+    # The last products are those of the first layer: they wait for the layer behind the next one.
+    [*_, queries] = sorted(len(before) for _, before in events)
+    own = WEIGHTS - 3 + ATTENTION_BACKWARD  # but for queries, keys and values
+    assert queries == 2 * (WEIGHTS + ATTENTION_BACKWARD) + own + later * WEIGHTS
+
+
 def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
     blocks = [(i + 1) * (WEIGHTS + ATTENTION_FORWARD) for i in range(NUM_BLOCKS)]
     want = [*blocks, blocks[-1]]  # behind the embedding comes all that is behind the first block
