@@ -32,8 +32,9 @@ from holmesjax.distributed.messages import (
     encode_of_member,
 )
 from holmesjax.plan.processes import Process
-from holmesjax.transport import connections, handshake, records
+from holmesjax.transport import connections, handshake, records, tls
 from holmesjax.transport.records import Message, Record
+from holmesjax.transport.tls import TlsSocket
 
 STAGES = 16
 NEIGHBOURS = 8  # whose addresses a member asks for
@@ -130,18 +131,46 @@ class Member:
     def _read(self) -> None:
         now_s = time.perf_counter()
         sock = self._sock
+        data = bytearray()
         try:
-            data = sock.recv(65536)
-        except OSError:
-            data = b""
-        if data:  # what it says is read later: a process hears many
-            self._crowd.after(self._crowd.half_s, lambda: self._hear(sock, data, now_s))
+            while piece := sock.recv(65536):
+                data += piece
+        except BlockingIOError:
+            if data:  # what it says is read later: a process hears many
+                self._crowd.after(self._crowd.half_s, lambda: self._hear(sock, data, now_s))
             return
-        self._crowd.selector.unregister(sock)
-        sock.close()
+        except OSError:
+            pass
+        self._lose()
+
+    def _lose(self) -> None:
+        """Calls again after a pause."""
+        self._crowd.selector.unregister(self._sock)
+        self._sock.close()
         assert not self._has_entered, f"{self._process.name} has lost the controller"
         self._crowd.after(connections.pause_after(self._attempt), self._call)
         self._attempt += 1
+
+    def _encrypt(self, challenge: Message) -> None:
+        """Begins TLS once the controller has spoken; its round trip comes before the answer."""
+
+        def shake_hands() -> None:
+            try:
+                sock.shake_hands()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._lose()
+                return
+            self._crowd.selector.modify(sock, selectors.EVENT_READ, self._read)
+            answer = lambda: self._say(self._talk.send(challenge))
+            self._crowd.after(2 * self._crowd.half_s, answer)
+
+        self._crowd.selector.unregister(self._sock)
+        context = tls.context(KEY, server_side=False)
+        self._sock = sock = TlsSocket(self._sock, context, server_side=False)
+        self._crowd.selector.register(sock, selectors.EVENT_READ, shake_hands)
+        shake_hands()
 
     def _hear(self, sock: socket.socket, data: bytes, heard_s: float) -> None:
         if sock is not self._sock or self._has_left:
@@ -183,6 +212,9 @@ class Member:
         self._say(encode_of_member(record, Standing(status="was starting")))
 
     def _take(self, message: Message) -> None:
+        if not isinstance(self._sock, TlsSocket):
+            self._encrypt(message)
+            return
         if not self._has_entered:
             try:
                 self._say(self._talk.send(message))
