@@ -137,7 +137,7 @@ class Member:
                 data += piece
         except BlockingIOError:
             if data:  # what it says is read later: a process hears many
-                self._crowd.after(self._crowd.half_s, lambda: self._hear(sock, data, now_s))
+                self._crowd.after(self._crowd.half_s, lambda: self._hear(sock, bytes(data), now_s))
             return
         except OSError:
             pass

@@ -1,6 +1,6 @@
 """Run folders that are not the launcher's: what is in them, and what may come and go. No JAX.
 
-    store.json                    the identifier of this folder, made once
+    store.json                    the identifier of this folder, made once; half of it is its run's
     store_owner.json              the start of the run that may write here
     checkpoints/step_00000100/part_1/             written here, or fetched
                               part_0.fetching/    a copy that is not whole yet
@@ -37,8 +37,12 @@ _OF_CHECKPOINT = re.compile(rf"checkpoints/step_\d{{8,18}}/(?:{_WORD}/){{0,8}}{_
 _OF_RUN = re.compile(rf"(?:{'|'.join(RUN_FOLDERS)})/(?:{_WORD}/){{0,3}}{_WORD}")
 
 
-def identifier(folder: Path) -> str:
+def identifier(folder: Path, run: str | None = None) -> str:
     """The identifier of a run folder, which is made if it has none. Raises OSError.
+
+    Args:
+      folder: the run folder.
+      run: the run of a new store, as `run_of`; None: a new run.
 
     Raises HolmesError for a URL, which would become a folder here, and for a damaged record.
     """
@@ -49,10 +53,35 @@ def identifier(folder: Path) -> str:
     if found := known_identifier(folder):
         return found
     with contextlib.suppress(FileExistsError):  # another process was faster
-        write_whole(folder / RECORD, json.dumps({"id": secrets.token_hex(16)}), replaces=False)
+        made = (run or secrets.token_hex(8)) + secrets.token_hex(8)
+        write_whole(folder / RECORD, json.dumps({"id": made}), replaces=False)
     found = known_identifier(folder)
     assert found, f"{folder / RECORD} was just written"
     return found
+
+
+def run_of(store: str) -> str:
+    """The run of a store, by its identifier."""
+    return store[:16]
+
+
+def join(folder: Path, home: str) -> str:
+    """The identifier of a store of the run of `home`, which is made in a folder of no run.
+
+    What is in a store is replaced by what the launcher has, so another run's is none.
+
+    Raises:
+      HolmesError: the folder is that of another run.
+    """
+    names = [name for name in (*RUN_FILES, manifest.FOLDER) if (folder / name).exists()]
+    found = known_identifier(folder)  # after them: others of this node may be joining
+    if found is None and not names:
+        return identifier(folder, run_of(home))
+    if found is not None and run_of(found) == run_of(home):
+        return found
+    fix = "name an empty folder, or that of this run, with run_dir or as the argument of the worker"
+    what = f"the identifier {found}, not {run_of(home)}..." if found else ", ".join(names)
+    raise HolmesError(str(folder), "is the folder of another run", found=what, fix=fix)
 
 
 def known_identifier(folder: Path) -> str | None:

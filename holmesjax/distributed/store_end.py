@@ -67,7 +67,7 @@ class OwnStore:
     ):
         self.folder, self._process, self._node = folder, process, node
         self._controller, self._key = controller, key
-        self._id = stores.identifier(folder)
+        self._id = stores.known_identifier(folder) or ""
         self.launchers: str | None = None  # the identifier of the launcher's run folder
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
@@ -105,6 +105,10 @@ class OwnStore:
         connection = self._call(serves=False, timeout_s=START_S)
         connection.close()
         return connection.hello.store
+
+    def join(self, home: str) -> None:
+        """Makes the folder one of the launcher's run. Raises HolmesError for that of another."""
+        self._id = stores.join(self.folder, home)
 
     def serve(self) -> threading.Thread:
         """Answers the launcher from now on; the thread ends when nobody is there any more.

@@ -103,8 +103,11 @@ def join_store(
     if home is not None and not stores.is_own(folder, home):
         return None
     store = make_store(folder, environment)
-    if home is None and store.home() in (None, stores.known_identifier(folder)):
+    if home is None:
+        home = store.home()
+    if home is None or not stores.is_own(folder, home):
         return None
+    store.join(home)
     store.serve()
     store.fetch_run_files()
     return store

@@ -20,6 +20,8 @@ def run(args: argparse.Namespace) -> int:
         controller=process_environment.controller_of(os.environ),
         key=process_environment.key_of(os.environ),
     )
+    if home := store.home():
+        store.join(home)
     thread = store.serve()
     print(f"serving {args.run_dir}", flush=True)
     thread.join()

@@ -511,7 +511,7 @@ def test_one_that_cannot_write_one_of_another_plan_and_a_silent_link_are_named(t
     ):
         first_step(job, tmp_path)
         other.mkdir()
-        for name in ("config.yaml", "topology.yaml", "plan.yaml"):
+        for name in ("config.yaml", "topology.yaml", "plan.yaml", "store.json"):
             shutil.copy(run_dir / name, other)
         refused = stack.enter_context(stray(job, other, inside))
         wait_until(lambda: manifest.find(run_dir))

@@ -80,6 +80,7 @@ def hub_of(folder, checkpoint=None, wait_s=0.0):
 
     def join(own, number=NOBODY, serves=True):
         before = len(hub._stores)
+        stores.identifier(own, stores.run_of(hub.id))  # by an earlier start
         store = OwnStore(own, process=number, node="far", controller=controller.address, key=KEY)
         if serves:
             store.serve()
@@ -284,6 +285,23 @@ def test_an_earlier_start_writes_no_more(tmp_path):
     stores.begin(tmp_path, "x, epoch 2")()
     with pytest.raises(LostLeaseError, match="another start"):
         first()
+
+
+@pytest.mark.parametrize("name", ["store.json", "config.yaml", "checkpoints/step_00000002/x"])
+def test_a_folder_of_another_run_is_no_store(tmp_path, name):
+    """What the launcher does not have would be taken away there."""
+    home, own = stores.identifier(tmp_path / "home"), tmp_path / "own"
+    first = stores.join(own, home)
+    assert first != home
+    assert stores.join(own, home) == first
+    other = tmp_path / "other"
+    if name == "store.json":
+        stores.identifier(other)
+    else:
+        (other / name).parent.mkdir(parents=True)
+        (other / name).write_text("x")
+    with pytest.raises(HolmesError, match="is the folder of another run"):
+        stores.join(other, home)
 
 
 def test_a_folder_is_one_store_however_many_ask(tmp_path):
