@@ -221,7 +221,10 @@ class Controller:
     def _check(self, hello: MemberHello) -> str | None:
         if hello.store is not None:
             ours = {"protocol": PROTOCOL}
-            unknown = "the launcher takes no stores" if self._hub is None else None
+            is_unknown = (
+                self._hub is None and hello.store.serves
+            )  # else it asks whose folder it has
+            unknown = "the launcher takes no stores" if is_unknown else None
             return unknown or differences(ours, {"protocol": hello.protocol})
         number = hello.process
         if not 0 <= number < len(self._seats):
@@ -259,8 +262,10 @@ class Controller:
 
     def _enter(self, connection: Connection[MemberHello]) -> None:
         if connection.hello.store is not None:
-            assert self._hub is not None, "others are refused"
-            self._hub.enter(connection)
+            if self._hub is None:
+                connection.close()  # the hello has said that there is none
+            else:
+                self._hub.enter(connection)
             return
         seat = self._seats[connection.hello.process]
         if connection.hello.again is not None:

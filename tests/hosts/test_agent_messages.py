@@ -65,7 +65,12 @@ def test_questions_out_of_bounds_are_refused_by_the_name_of_the_field(message, p
 @pytest.fixture
 def answers():
     environment = ProcessEnvironment(
-        number=0, restart=0, controller=("127.0.0.1", 1), key=bytes(32), addresses={}
+        number=0,
+        restart=0,
+        controller=("127.0.0.1", 1),
+        key=bytes(32),
+        addresses={},
+        advertised={},
     )
     with agent._Agent(environment, lambda: None, {}) as opened:
         yield opened
