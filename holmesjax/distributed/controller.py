@@ -223,7 +223,7 @@ class Controller:
             ours = {"protocol": PROTOCOL}
             is_unknown = (
                 self._hub is None and hello.store.serves
-            )  # else it asks whose folder it has
+            )  # or it asks whose it is
             unknown = "the launcher takes no stores" if is_unknown else None
             return unknown or differences(ours, {"protocol": hello.protocol})
         number = hello.process
