@@ -221,9 +221,7 @@ class Controller:
     def _check(self, hello: MemberHello) -> str | None:
         if hello.store is not None:
             ours = {"protocol": PROTOCOL}
-            is_unknown = (
-                self._hub is None and hello.store.serves
-            )  # or it asks whose it is
+            is_unknown = self._hub is None and hello.store.serves  # or it asks whose it is
             unknown = "the launcher takes no stores" if is_unknown else None
             return unknown or differences(ours, {"protocol": hello.protocol})
         number = hello.process
