@@ -75,6 +75,7 @@ def test_an_ssh_that_does_not_work(tmp_path, monkeypatch, script, message):
         python="python",
         env={},
         addresses={},
+        run_dir=None,
     )
     with pytest.raises(HolmesError, match=message):
         ssh._target("n", host)
