@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest, resume, skipped_data
+from holmesjax.checkpoints import committed, manifest, resume, skipped_data, stores
 from holmesjax.errors import REQUEUE, PeerError
 from holmesjax.hosts import computing
 from holmesjax.liveness import lease
@@ -135,6 +135,7 @@ NEEDED = {
     computing.PERMITTED: {"job"},
     resume.ALLOWED: STARTS,
     skipped_data.RECORD: STARTS,
+    stores.RECORD: {"job", "worker"},
     MANIFEST: {*STARTS, "generate", "export"},
 }
 READ = {
@@ -160,6 +161,7 @@ def run(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attempt, "start_workers", start_workers)
     monkeypatch.setattr(manifest, "SEEN_S", 0.0)
     monkeypatch.setattr(lease, "TERM_S", 0.0)
+    monkeypatch.setenv("HOLMES_STORE", stores.identifier(whole))
     monkeypatch.setenv("HOLMES_PROCESS", "0")
     monkeypatch.setenv("HOLMES_CONTROLLER", "127.0.0.1:1")
     connections.make_key_file(tmp_path / "key")

@@ -174,6 +174,8 @@ def test_the_recipe_with_documents_names_what_will_compute_attention_and_its_pri
 
 def test_what_does_the_update_is_named_with_the_reason(monkeypatch):
     """By the function of the run: the table decides where the kernel was measured."""
+    slower = MeasuredStep("NVIDIA H200", "float32", 1.0, 2.0, "a day")
+    monkeypatch.setattr(adamw_choice, "MEASURED", (slower,))
     cluster = make_cluster("only", "ethernet", (1,))
     [node] = cluster.nodes
     node = dataclasses.replace(node, device=loading.known_device("h200"))
@@ -188,7 +190,7 @@ def test_what_does_the_update_is_named_with_the_reason(monkeypatch):
 
     [row] = rows()
     assert row.where == "stage 0, h200"
-    never = "XLA (the kernel with moments in float32 has not been measured on NVIDIA H200)"
+    never = "XLA (the kernel is not faster: 1 beside 2 GB/s, a day)"
     assert row.what == never
     [stage] = as_plan(problem, chosen, 0.0).stages
     assert 0 < row.step_s < stage.seconds["compute"]
