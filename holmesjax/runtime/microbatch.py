@@ -171,7 +171,7 @@ def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
     of checkpointing does not save are computed again.
     """
     run = checkpointed(run, policy)
-    if policy == "none" and not _reduces_in_order(chunk):
+    if policy == "none" and chunk.num_parts == 1:
         return lambda _, params, *args: run(params, *args)
 
     def cast(dtype: str) -> Callable[[Tree], Tree]:

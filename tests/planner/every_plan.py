@@ -154,6 +154,7 @@ class Definition:
             sequences=train.global_batch // (m * data * fsdp),
             dtype=train.compute_dtype,
             checkpointing=policy,
+            is_whole_step=first and last and m == 1,
             **{"chunks": 1, "in_flight": 1, "head_in_flight": 1, **held},
         )
 
