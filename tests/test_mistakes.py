@@ -77,7 +77,7 @@ MISTAKES = [
     ("probe RUN", "RUN: is a run, not a topology", "`model`", "configs/topologies/"),
     ("doctor RUN run.dir=/proc/x", "run.dir: cannot be written", "/proc/x", "can be written"),
     ("doctor RUN --listen a:1", "--listen: is only for", "a:1", "add --launcher external"),
-    ("probe TOPOLOGY --hosts H", "--hosts: is only for --launcher ssh", "H", "leave it out"),
+    ("probe TOPOLOGY --hosts H", "H: no such file", "nothing there", "check the path"),
     ("probe TOPOLOGY --output /proc/x/y", "--output: cannot be written", "/proc/x", "can be"),
     ("probe TOPOLOGY --output /tmp", "--output: cannot be written", "a folder", "name a file"),
     ("profile RUN --output /nope/x", "--output: cannot be written", "no folder /nope", "a file"),

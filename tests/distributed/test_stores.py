@@ -289,7 +289,7 @@ def test_an_earlier_start_writes_no_more(tmp_path):
 
 @pytest.mark.parametrize("name", ["store.json", "config.yaml", "checkpoints/step_00000002/x"])
 def test_a_folder_of_another_run_is_no_store(tmp_path, name):
-    """What the launcher does not have would be taken away there."""
+    """The launcher would take away there what it does not have."""
     home, own = stores.identifier(tmp_path / "home"), tmp_path / "own"
     first = stores.join(own, home)
     assert first != home
