@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax.checkpoints import committing, resume
+from holmesjax.checkpoints import committing, manifest, resume
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
@@ -373,7 +373,7 @@ class Attempt:
             case Measurements(measured=report):
                 self._record(report)
             case Saved(step=step, arrays=arrays, files=files):
-                self._part_of |= {name.partition("/")[0]: number for name in files}
+                self._part_of |= {manifest.part_of(file): number for file in files}
                 self._saves.saved(step, arrays, files, name)
             case Unsaved(step=step, reason=reason):
                 leads = self._processes[number].leads

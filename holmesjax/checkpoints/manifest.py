@@ -193,9 +193,7 @@ def verify(checkpoint: Checkpoint) -> None:
         if PurePosixPath(name).is_absolute() or {"..", "\0"} & {*PurePosixPath(name).parts, *name}:
             raise damaged(checkpoint, MANIFEST, "names a file outside its folder", repr(name[:80]))
     away = elsewhere(checkpoint)
-    files: Files = {
-        name: x for name, x in manifest["files"].items() if name.partition("/")[0] not in away
-    }
+    files: Files = {name: x for name, x in manifest["files"].items() if part_of(name) not in away}
 
     def check(name: str) -> DamagedError | None:
         try:
@@ -326,6 +324,18 @@ def folder_of(run_dir: str | Path, step: int) -> Path:
 
 def part_name(stage: int) -> str:
     return f"{PART}{stage}"
+
+
+def part_of(file: str) -> str:
+    """The part of a file, by its name in a checkpoint."""
+    return file.partition("/")[0]
+
+
+def damaged_part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
+    """The part in which something is wrong, if it is in one; a process may be named before it."""
+    _, found, rest = error.where.rpartition(f"{checkpoint.path}/")
+    name = part_of(rest)
+    return name if found and name.startswith(PART) else None
 
 
 def begin(run_dir: str | Path, step: int) -> Path:

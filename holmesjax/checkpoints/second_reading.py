@@ -43,7 +43,7 @@ def confirm(
     Raises PeerError if that process can read it, or cannot tell.
     """
     arguments = [str(checkpoint.path)]
-    if part := _part(checkpoint, error):
+    if part := manifest.damaged_part(checkpoint, error):
         arguments += ["--part", part]
     found: object = error.found
     module = __spec__.name
@@ -67,13 +67,6 @@ def confirm(
         fix="start again with the same command; if that does not help, see whether the node that "
         "says so has the file system of the run folder, and whether its memory is sound",
     )
-
-
-def _part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
-    """The part in which something is wrong, if it is in one; a process may be named before it."""
-    _, found, rest = error.where.rpartition(f"{checkpoint.path}/")
-    name = rest.partition("/")[0]
-    return name if found and name.startswith(manifest.PART) else None
 
 
 def _forget(folder: Path) -> None:

@@ -12,18 +12,17 @@ names of files come from other machines, so each is checked before it becomes a 
 
 import contextlib
 import json
-import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holmesjax.checkpoints import manifest
 from holmesjax.errors import HolmesError, LostLeaseError
-from holmesjax.files import json_text, places, regular_files
+from holmesjax.files import json_text, places, regular_files, whole_files
 from holmesjax.files.whole_files import write_whole
 
 RECORD, OWNER = "store.json", "store_owner.json"
@@ -68,7 +67,7 @@ def run_of(store: str) -> str:
 def join(folder: Path, home: str) -> str:
     """The identifier of a store of the run of `home`, which is made in a folder of no run.
 
-    What is in a store is replaced by what the launcher has, so another run's is none.
+    The launcher's files replace those of a store, so the folder of another run is none.
 
     Raises:
       HolmesError: the folder is that of another run.
@@ -160,8 +159,9 @@ def held(folder: Path, step: int, files: Mapping[str, Any]) -> list[str]:
     """
     of_part: dict[str, list[tuple[str, int]]] = {}
     for name, facts in files.items():
-        of_part.setdefault(name.partition("/")[0], []).append((name, int(facts["bytes"])))
-    return [part for part, own in of_part.items() if all(_has(folder, step, *one) for one in own)]
+        of_part.setdefault(manifest.part_of(name), []).append((name, int(facts["bytes"])))
+    is_here = lambda sizes: all(_has(folder, step, *size) for size in sizes)
+    return [part for part, sizes in of_part.items() if is_here(sizes)]
 
 
 def _has(folder: Path, step: int, file: str, num_bytes: int) -> bool:
@@ -277,35 +277,8 @@ class Copy:
             if facts["sha256"] and manifest.sha256_of(path) != facts["sha256"]:
                 path.unlink()
                 raise ValueError(f"{file} has not the SHA-256 of its manifest")
-        sync(growing)
+        whole_files.sync_below(growing)
         if self.path.exists():  # not whole: nothing is fetched that is
             self.path.rename(self.path.with_name(f"{self.part}.{secrets.token_hex(4)}.damaged"))
         growing.rename(self.path)
-        sync_folder(self.path.parent)
-
-
-def sync(folder: Path) -> None:
-    """Puts all files below a folder, and their names, on the disk. Raises OSError."""
-    for path in _below(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """All files and folders, each behind what is in it."""
-    for here, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            yield Path(here) / name
-        yield Path(here)
+        whole_files.sync(self.path.parent)

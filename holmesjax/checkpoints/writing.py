@@ -12,10 +12,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions
 
-from holmesjax.checkpoints import digests, manifest, stores
+from holmesjax.checkpoints import digests, manifest
 from holmesjax.checkpoints.orbax_errors import reason, silence_orbax
 from holmesjax.checkpoints.restoring import CHUNK_BYTES, Arrays, flatten
 from holmesjax.config import ModelConfig
+from holmesjax.files import whole_files
 from holmesjax.layer_specs.model_layers import EMBED, layers
 from holmesjax.runtime import domain
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
@@ -199,9 +200,9 @@ class Writer:
         with self._failing(step):
             for chunk in self._chunks:
                 files |= manifest.files_of(path, chunk.index)
-                stores.sync(path / manifest.part_name(chunk.index))
+                whole_files.sync_below(path / manifest.part_name(chunk.index))
             for folder in (path, path.parent):  # the names, too, before the manifest says so
-                stores.sync_folder(folder)
+                whole_files.sync(folder)
         if not self._is_failing:
             self._saved(step, arrays, files)
 

@@ -15,7 +15,6 @@ from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.stores import PIECE_BYTES, Copy
 from holmesjax.distributed import store_messages
 from holmesjax.distributed.messages import PROTOCOL, ControllerHello, MemberHello
-from holmesjax.distributed.store_hub import keep_alive
 from holmesjax.distributed.store_messages import (
     ANSWER_S,
     TO_STORE,
@@ -67,7 +66,7 @@ class OwnStore:
     ):
         self.folder, self._process, self._node = folder, process, node
         self._controller, self._key = controller, key
-        self._id = stores.known_identifier(folder) or ""
+        self._id = ""  # until `join`
         self.launchers: str | None = None  # the identifier of the launcher's run folder
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
@@ -95,7 +94,7 @@ class OwnStore:
             where=f"the store {self._node}:{self.folder} to the launcher",
             timeout_s=timeout_s,
         )
-        keep_alive(connection.sock)
+        connections.keep_alive(connection.sock)
         return connection
 
     # ---- what it answers -----------------------------------------------------------------------
@@ -117,7 +116,7 @@ class OwnStore:
         """
         connection = self._call(serves=True, timeout_s=START_S)
         self.launchers = connection.hello.store
-        thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+        thread = threading.Thread(target=self._serve, args=(connection,), name="store", daemon=True)
         thread.start()
         return thread
 
@@ -252,8 +251,8 @@ class OwnStore:
 
         The error itself, where it is of no part.
         """
-        part = error.where.rpartition(f"{checkpoint.path}/")[2].partition("/")[0]
-        if part not in {name.partition("/")[0] for name in checkpoint.manifest["files"]}:
+        part = manifest.damaged_part(checkpoint, error)
+        if part is None:
             return error
         path = checkpoint.path / part
         with contextlib.suppress(FileNotFoundError):  # another process has done it

@@ -7,7 +7,6 @@ resume. From then on it passes pieces of files on, one at a time for each that a
 
 import contextlib
 import functools
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from holmesjax.distributed.store_messages import (
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError, of_system
 from holmesjax.files import regular_files
 from holmesjax.plan.processes import Process
+from holmesjax.transport import connections
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Record, decode, encode
 
@@ -116,7 +116,7 @@ class StoreHub:
         """Takes a connection of a store, and does not wait."""
         call = connection.hello.store
         assert call is not None, "a member has another end"
-        keep_alive(connection.sock)
+        connections.keep_alive(connection.sock)
         connection.sock.settimeout(ANSWER_S)
         if call.serves:
             with self._changed:
@@ -188,7 +188,7 @@ class StoreHub:
         self._checkpoint = checkpoint
         files = checkpoint.manifest["files"] if checkpoint else {}
         step = checkpoint.step if checkpoint else 0
-        wanted = {name.partition("/")[0] for name in files}
+        wanted = set(map(manifest.part_of, files))
         self._home = set(stores.held(self._folder, step, files))
         deadline_s, has_told = time.monotonic() + self._wait_s, False
         asked: set[_Store] = set()
@@ -224,7 +224,7 @@ class StoreHub:
         """Raises CheckpointError where a store knows a checkpoint that the launcher has lost."""
         known = set(dict(manifest.finished(self._folder))) | set(self._dropped())
         for store in self._stores:
-            newer = [found for found in store.steps if found > step and found not in known]
+            newer = [later for later in store.steps if later > step and later not in known]
             if newer:
                 raise CheckpointError(
                     store.place,
@@ -329,14 +329,6 @@ class StoreHub:
             for part in store.parts:
                 if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
                     yield lambda store=store: store.ask(question)[1]  # type: ignore[misc]
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Notices within minutes that the other end of an idle connection is gone."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # elsewhere than on Linux the system's two hours count
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
 
 
 def _places(checkpoint: Checkpoint | None, parts: Sequence[str]) -> list[str]:

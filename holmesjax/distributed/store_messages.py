@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from holmesjax.checkpoints.stores import PIECE_BYTES
-from holmesjax.transport import connections
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Record, by_kind, decode, encode
 
@@ -147,7 +146,7 @@ def ask(connection: Connection[Any], question: Record) -> tuple[Record, bytes]:
         return answer, b""
     if not 0 <= answer.num_bytes <= PIECE_BYTES:
         raise ValueError(f"a piece of {answer.num_bytes} bytes")
-    content = _receive(connection, answer.num_bytes)
+    content = connection.receive_bytes(answer.num_bytes)
     if hashlib.sha256(content).hexdigest() != answer.sha256:
         raise ValueError("a piece whose bytes have changed on their way")
     return answer, content
@@ -158,14 +157,3 @@ def send_piece(connection: Connection[Any], content: bytes) -> None:
     sha256 = hashlib.sha256(content).hexdigest()
     connection.send(encode(FilePiece(num_bytes=len(content), sha256=sha256)))
     connection.sock.sendall(content)
-
-
-def _receive(connection: Connection[Any], num_bytes: int) -> bytes:
-    content = bytearray(num_bytes)
-    view = memoryview(content)
-    while view:
-        count = connection.sock.recv_into(view)
-        if not count:
-            raise ConnectionResetError(connections.CLOSED)
-        view = view[count:]
-    return bytes(content)

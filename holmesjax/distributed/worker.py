@@ -100,8 +100,6 @@ def join_store(
     home = env.get("HOLMES_STORE")
     if home is None and lease.owner(folder):  # whoever starts it has not said, and this says enough
         return None
-    if home is not None and not stores.is_own(folder, home):
-        return None
     store = make_store(folder, environment)
     if home is None:
         home = store.home()

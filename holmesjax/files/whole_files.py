@@ -71,11 +71,24 @@ def write_whole(path: Path, content: str | bytes, *, replaces: bool = True) -> N
     finally:
         with contextlib.suppress(OSError):  # the file is written, or its own error says more
             temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Puts the content of a file, or the names in a folder, on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
+
+
+def sync_below(folder: Path) -> None:
+    """Puts all files below a folder, and their names, on the disk. Raises OSError."""
+    for here, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(here, name))
+        sync(Path(here))
 
 
 def _link(temporary: Path, path: Path) -> None:

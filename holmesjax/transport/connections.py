@@ -133,6 +133,10 @@ class Connection(Generic[R]):
         """Raises OSError if the other end is gone or says nothing for the socket's timeout."""
         return _receive(self.sock, MESSAGE_LIMIT_BYTES)
 
+    def receive_bytes(self, num_bytes: int) -> bytes:
+        """Bytes that are no message, and follow one. Raises as `receive`."""
+        return _read(self.sock, num_bytes, None)
+
     def close(self) -> None:
         shut(self.sock)  # wakes a thread that receives
         self.sock.close()
@@ -205,6 +209,14 @@ def listen_in(address: str, ports: tuple[int, int] | None) -> socket.socket:
         refused.where = f"{address}:{ports[0]} to {ports[1]}"
         refused.fix = "make distributed.ports wider, or end what listens there"
     raise refused
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Notices within minutes that the other end of an idle connection is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # elsewhere than on Linux the system's two hours count
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
 
 
 def address_of(sock: socket.socket) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from holmesjax.distributed.messages import ControllerHello, MemberHello
 from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.distributed.store_messages import AskPiece
 from holmesjax.errors import CheckpointError, ConfigError, PeerError
-from holmesjax.files import places
+from holmesjax.files import places, whole_files
 from holmesjax.job import Job
 from holmesjax.plan.processes import node_processes
 from holmesjax.transport import connections
@@ -125,7 +125,7 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
             _put(target / own, stores.read_whole(run_dir, own, num_bytes))
     _put(target / "committed.json", json.dumps({"step": found.step}).encode() + b"\n")
     if not places.is_url(str(target)):
-        stores.sync(target)
+        whole_files.sync_below(target)
     _put(target / name, manifest.text_of(content).encode())
 
 

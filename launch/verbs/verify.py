@@ -16,8 +16,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 where all that is here is as it was written. Raises DamagedError."""
     run_dir = Path(args.run_dir)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arrays are added up in memory
-    for found in chosen(run_dir, args.step):
-        _verify(found)
+    for checkpoint in chosen(run_dir, args.step):
+        _verify(checkpoint)
     return 0
 
 
@@ -39,20 +39,20 @@ def chosen(run_dir: Path, step: int | None) -> list[Checkpoint]:
     )
 
 
-def _verify(found: Checkpoint) -> None:
-    manifest.verify(found)
-    away = manifest.elsewhere(found)
+def _verify(checkpoint: Checkpoint) -> None:
+    manifest.verify(checkpoint)
+    away = manifest.elsewhere(checkpoint)
     # Imported here: only arrays need JAX.
     arrays = importlib.import_module("holmesjax.checkpoints.restoring")
-    files = found.manifest["files"]
-    for part in dict.fromkeys(name.partition("/")[0] for name in files):
+    step, files = checkpoint.step, checkpoint.manifest["files"]
+    for part in dict.fromkeys(map(manifest.part_of, files)):
         if part in away:
             where = f"{away[part]['node']}:{away[part]['folder']}"
-            print(f"step {found.step}  {part}: not here; verify it in {where}")
+            print(f"step {step}  {part}: not here; verify it in {where}")
             continue
-        arrays.verify_arrays(found, part)
-        own = [facts["bytes"] for name, facts in files.items() if name.startswith(f"{part}/")]
-        num = sum(x["part"] == part for x in found.manifest["arrays"].values())
-        size = units.show(sum(own), "B")
-        print(f"step {found.step}  {part}: {num} arrays in {len(own)} files, {size}, as written")
+        arrays.verify_arrays(checkpoint, part)
+        sizes = [x["bytes"] for file, x in files.items() if manifest.part_of(file) == part]
+        num = sum(x["part"] == part for x in checkpoint.manifest["arrays"].values())
+        size = units.show(sum(sizes), "B")
+        print(f"step {step}  {part}: {num} arrays in {len(sizes)} files, {size}, as written")
         sys.stdout.flush()

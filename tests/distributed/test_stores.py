@@ -4,8 +4,10 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -82,6 +84,7 @@ def hub_of(folder, checkpoint=None, wait_s=0.0):
         before = len(hub._stores)
         stores.identifier(own, stores.run_of(hub.id))  # by an earlier start
         store = OwnStore(own, process=number, node="far", controller=controller.address, key=KEY)
+        store.join(hub.id)
         if serves:
             store.serve()
             wait_until(lambda: len(hub._stores) > before)
@@ -91,8 +94,13 @@ def hub_of(folder, checkpoint=None, wait_s=0.0):
     try:
         yield hub, join
     finally:
-        hub.close()
-        controller.__exit__()
+        with patch.object(store_end, "RETRY_S", 0.1):  # nobody calls any more, into another test
+            hub.close()
+            controller.__exit__()
+            for thread in threading.enumerate():
+                if thread.name == "store":
+                    thread.join(20)
+                    assert not thread.is_alive()
 
 
 def wait_until(condition):
