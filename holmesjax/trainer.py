@@ -34,7 +34,7 @@ from holmesjax.models.own_model import name_of
 from holmesjax.optimizers.optimizer import State
 from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.report import metrics
+from holmesjax.report import metric_sinks, metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.report.shown_plan import ShownPlan
 from holmesjax.runtime import program_cache, stage_arrays
@@ -110,7 +110,7 @@ class Trainer:
         self._is_stepwise = False  # whether somebody asks for each step
         self._loop: TrainingLoop | None = None  # while there are arrays
         self._chunks: Sequence[Chunk] = ()  # of the loop
-        metrics.check_installed(self.job.config.log)
+        metric_sinks.check_installed(self.job.config.log)
 
     @property
     def run_dir(self) -> Path:

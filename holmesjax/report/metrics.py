@@ -1,4 +1,4 @@
-"""Measured numbers of a run, and the places they are written to.
+"""The measured numbers of a run: the file that holds them, and its reading.
 
 `metrics.jsonl` in the run folder is the record: one JSON object a step. TensorBoard and Weights &
 Biases get the same numbers when `log` of the run file asks for them; `console` prints them.
@@ -6,40 +6,30 @@ Biases get the same numbers when `log` of the run file asks for them; `console` 
 JSON has no NaN and no infinity: a number that is not finite is written as `null` and read as NaN.
 """
 
-import contextlib
-import errno
-import importlib
-import importlib.util
 import json
 import math
 import os
-import socket
-import struct
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from holmesjax.config import LogConfig
-from holmesjax.errors import ConfigError, DataError, PeerError
+from holmesjax.errors import DataError, PeerError
 from holmesjax.files import json_text, regular_files
 from holmesjax.files.whole_files import put_in_place, temporary_of
 from holmesjax.job import METRICS
 from holmesjax.liveness.lease import Lease
+from holmesjax.report.metric_sinks import check_installed, close_sinks, start_sinks
+from holmesjax.report.record_file import RecordFile
 
 FILE = METRICS
-MOST_QUEUED = 10_000  # records that wait for a sink, or for a disk that is full
-CLOSE_S = 10.0  # for sinks to write what waits, and to end
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 # What the record of every step has.
 NUMBERS = ("loss", "tokens_per_s", "step_time_s", "bubble_share")
 MAPPINGS = ("link_bytes",)
 MAY_HAVE = ("busy_share", "wall_s", "memory_bytes", "validation_bytes")  # mappings of numbers, too
 _MAPPINGS = frozenset((*MAPPINGS, *MAY_HAVE))
-PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 
 Record = dict[str, Any]
 
@@ -131,92 +121,8 @@ def lacks(run_dir: str | Path, step: int, name: str) -> DataError:
     )
 
 
-def check_installed(log: LogConfig) -> None:
-    """Raises if `log` asks for a package that is missing: call it before anything slow."""
-    for field, (module, extra) in PACKAGES.items():
-        if getattr(log, field) and not _is_installed(field):
-            raise ConfigError(
-                f"log.{field}",
-                f"needs the package {module}, which is not installed",
-                found="true",
-                fix=f"pip install 'holmesjax[{extra}]', or set log.{field}=false",
-            )
-
-
-def _is_installed(field: str) -> bool:
-    return importlib.util.find_spec(PACKAGES[field][0]) is not None
-
-
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-class _Sink(Protocol):
-    """A place for scalars besides the file."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _QueuedSink:
-    """A sink with a thread and a bounded queue: whatever hangs or fails in it holds nothing up.
-
-    The oldest records are dropped from a full queue. A sink that fails, or does not even start,
-    gets no more records.
-
-    Args:
-      make: starts the sink, in its thread.
-      name: of the sink, for messages.
-      warn: takes them.
-    """
-
-    def __init__(self, make: Callable[[], _Sink], name: str, warn: Callable[[str], object]):
-        self._make, self._name, self._warn = make, name, warn
-        self._queue: deque[tuple[int, Mapping[str, float]]] = deque()
-        self._num_dropped, self._is_closing = 0, False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._write_all, name=name, daemon=True)
-        self._thread.start()
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        with self._changed:
-            if not self._thread.is_alive():
-                return
-            self._queue.append((step, scalars))
-            if len(self._queue) > MOST_QUEUED:
-                self._queue.popleft()
-                self._num_dropped += 1
-            self._changed.notify()
-
-    def end(self) -> None:
-        """Takes no more records, and lets the thread end when all are written."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits for the end of the thread, but not for longer than this."""
-        self._thread.join(max(timeout_s, 0.0))
-        if self._thread.is_alive():
-            self._warn(f"{self._name} did not end within {CLOSE_S:g} s, and is left behind")
-        if self._num_dropped:
-            self._warn(f"{self._name} was too slow: it has not got {self._num_dropped:,} records")
-
-    def _write_all(self) -> None:
-        try:
-            sink = self._make()
-            while True:
-                with self._changed:
-                    while not self._queue and not self._is_closing:
-                        self._changed.wait()
-                    if not self._queue:
-                        break
-                    step, scalars = self._queue.popleft()
-                sink.write(step, scalars)
-            sink.close()
-        except BaseException as error:  # a package's own, of any kind; some ask to leave
-            self._warn(f"{self._name} has failed, and gets no more numbers: {error}")
 
 
 class Metrics:
@@ -241,17 +147,12 @@ class Metrics:
         check_installed(log)
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[_QueuedSink] = []
         self._check = owner.check if owner else lambda: None
         _cut(run_dir / FILE, done_steps, self._check, anew=bool(owner and owner.is_taken_over))
         if owner:
             owner.settle()
-        self._file = _StepFile(run_dir / FILE, warn)
-        if log.wandb:
-            self._sinks.append(_QueuedSink(lambda: _Wandb(run_dir), "Weights & Biases", warn))
-        if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
-            make = lambda: _TensorBoard(run_dir, done_steps, warn)
-            self._sinks.append(_QueuedSink(make, "TensorBoard", warn))
+        self._file = RecordFile(run_dir / FILE, warn)
+        self._sinks = start_sinks(run_dir, log, done_steps, warn)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends the record of one step: numbers, booleans, and dicts of them.
@@ -266,131 +167,13 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-        for sink in self._sinks:
-            sink.end()
-        deadline_s = time.monotonic() + CLOSE_S  # for all of them together
-        for sink in self._sinks:
-            sink.wait(deadline_s - time.monotonic())
+        close_sinks(self._sinks)
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class _StepFile:
-    """A file that grows by the record of a step, or not at all.
-
-    A record that finds no room is kept, and written with the next one.
-
-    Args:
-      path: of the file, which may be there.
-      say: takes messages.
-    """
-
-    def __init__(self, path: Path, say: Callable[[str], object]):
-        self._file, self._say = regular_files.open_file(path, "ab", buffering=0), say
-        self._size = self._file.seek(0, os.SEEK_END)  # of whole records
-        self._records: list[bytes] = []  # that are not in the file yet
-        self._is_failing = False
-
-    def append(self, record: bytes) -> None:
-        self._records.append(record)
-        self._write()
-
-    def _write(self) -> None:
-        """Writes all records that are left. One of which only a part fits is cut off again."""
-        content = b"".join(self._records)
-        try:
-            if (count := self._file.write(content)) != len(content):
-                raise OSError(errno.ENOSPC, f"{count} of {len(content)} bytes were written")
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._size)
-            if not self._is_failing:
-                self._say(
-                    f"{self._file.name} cannot be written ({error.strerror}): "
-                    "the records of steps are kept, and written when it can be"
-                )
-            self._is_failing = True
-            if len(self._records) > MOST_QUEUED:
-                del self._records[0]
-            return
-        if self._is_failing:
-            self._say(f"{self._file.name} is written again")
-        self._size += len(content)
-        self._records.clear()
-        self._is_failing = False
-
-    def close(self) -> None:
-        if self._records:
-            self._write()
-        if self._records:
-            self._say(f"{self._file.name} lacks the records of {len(self._records)} steps")
-            self._records.clear()
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-class _TensorBoard:
-    """Event files in `tensorboard/` of the run folder.
-
-    The package's own writer has a thread of its own. A full disk ends that thread with a traceback,
-    and nothing is written when there is room again.
-    """
-
-    def __init__(self, run_dir: Path, done_steps: int, say: Callable[[str], object]):
-        self._package = importlib.import_module("tensorboardX.record_writer")
-        self._proto = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._summary = importlib.import_module("tensorboardX.summary")
-        folder = run_dir / "tensorboard"
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._file = _StepFile(folder / name, say)
-        # TensorBoard hides what an earlier attempt wrote from this step on.
-        log = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        begins = self._record(done_steps + 1, file_version="brain.Event:2")
-        self._file.append(begins + self._record(done_steps + 1, session_log=log))
-
-    def _record(self, step: int, **what: Any) -> bytes:
-        event = self._proto.Event(step=step, wall_time=time.time(), **what).SerializeToString()
-        size = struct.pack("<Q", len(event))
-        sums = [struct.pack("<I", self._package.masked_crc32c(part)) for part in (size, event)]
-        return b"".join((size, sums[0], event, sums[1]))
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        values = [self._summary.scalar(name, value) for name, value in scalars.items()]
-        whole = type(values[0])(value=[scalar for summary in values for scalar in summary.value])
-        self._file.append(self._record(step, summary=whole))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Wandb:
-    """A run of the project `holmesjax`; a resumed run continues the same one."""
-
-    def __init__(self, run_dir: Path):
-        package = importlib.import_module("wandb")
-        id_file = run_dir / "wandb_id"
-        run_id = regular_files.read_text(id_file) if id_file.exists() else None
-        place = {"project": "holmesjax", "name": run_dir.resolve().name, "dir": str(run_dir)}
-        try:
-            self._run = package.init(**place, id=run_id, resume="allow")
-        except Exception as error:  # not logged in, no network, no such project
-            fix = "wandb login, or WANDB_MODE=offline in the environment, or log.wandb=false"
-            raise ConfigError("log.wandb", "wandb does not start", found=error, fix=fix) from None
-        id_file.write_text(self._run.id)
-        # Our own x axis: wandb's counter refuses the steps that a resumed run repeats.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **scalars})
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _finite(value: Any) -> Any:

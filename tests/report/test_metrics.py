@@ -14,7 +14,8 @@ import pytest
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError
-from holmesjax.report.metrics import FILE, Metrics, check_installed, read, read_last
+from holmesjax.report.metric_sinks import check_installed
+from holmesjax.report.metrics import FILE, Metrics, read, read_last
 from tests.cases import cases
 from tests.disks import disk, files_of_at_most
 
@@ -292,9 +293,9 @@ class OddSink:
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_sink_that_fails_or_hangs_holds_no_step_up(fails, tmp_path, monkeypatch):
     warnings, sink = [], OddSink(fails)
-    monkeypatch.setattr("holmesjax.report.metrics._TensorBoard", lambda *_: sink)
-    monkeypatch.setattr("holmesjax.report.metrics.MOST_QUEUED", 20)
-    monkeypatch.setattr("holmesjax.report.metrics.CLOSE_S", 0.2)
+    monkeypatch.setattr("holmesjax.report.metric_sinks._TensorBoard", lambda *_: sink)
+    monkeypatch.setattr("holmesjax.report.metric_sinks.MOST_WAITING", 20)
+    monkeypatch.setattr("holmesjax.report.metric_sinks.CLOSE_S", 0.2)
     log = LogConfig(tensorboard=True)
     with Metrics(tmp_path, log, warn=warnings.append) as metrics:
         metrics.write({"step": 1, "loss": 5.0})
