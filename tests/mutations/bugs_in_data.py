@@ -77,8 +77,8 @@ DATA = (
     Bug(
         name="files-by-their-ending",
         module="holmesjax.data.file_kinds",
-        old="    if _is_lines(head, is_whole=is_whole):\n",
-        new="    if False:\n",
+        old="        return LINES\n",
+        new="        return TEXT\n",
         wrong="JSON lines under other names than .jsonl train as raw JSON",
         tests=("tests/data/test_corpus_files.py::test_bytes_decide_how_a_file_is_read",),
     ),

@@ -30,16 +30,6 @@ PLANS = (
         ),
     ),
     Bug(
-        name="gradients-in-the-bound",
-        module="holmesjax.planner.stage_costs",
-        old="is_whole_step=settings.microbatches == 1)",
-        new="is_whole_step=False)",
-        wrong="a step in one program is refused although it fits",
-        tests=(
-            "tests/planner/test_refusals.py::test_a_step_in_one_program_is_planned_on_a_device_with_no_room_for_its_gradients_alone",
-        ),
-    ),
-    Bug(
         name="copies-of-what-an-h200-reaches",
         module="benchmarks.kernels_gpu",
         old='"bytes_per_s": 3.0 * x.nbytes',
