@@ -55,7 +55,6 @@ from kernels.fp8 import (
 from kernels.linear import (
     add_bias,
     feed_forward,
-    is_turned,
     linear,
     linear_of_activation,
     linear_transposed,
@@ -136,8 +135,8 @@ class Kernels:
     mesh: Mesh | None = None  # None: JAX's default device
     dtype: str | None = None  # of matrix products; None: the dtype of the parameters
     unproven: str | None = UNCHECKED  # what checked kernels lack for `auto`, if anything
-    # Whether gradients come from `kernels.linear` in the program that updates: those of tall
-    # matrices then lie with their dims exchanged (`kernels.linear.weight_gradient`).
+    # Whether gradients come from `kernels.linear` in the program that updates: those of which
+    # devices keep a part each may then lie with their dims exchanged (`_turn`).
     after_products: bool = False
     parameters: str = "float32"  # how those that train are kept
 
@@ -428,16 +427,13 @@ def adamw(
 def _turn(parameter: Parameter, kernels: Kernels) -> Turn | None:
     """How the gradient of a parameter lies that `kernels.linear` has computed in this program.
 
-    The product of a tall matrix is turned. Where devices sum it and keep a part each, XLA has the
-    dim that they cut in front. Replicas sum gradients in a bucket, in which all lie as parameters.
+    As the parameter, but where devices sum it and keep a part each: XLA has the dim that they cut
+    in front. Replicas sum gradients in a bucket, in which all lie as parameters.
     """
     rows = parameter.matrix
-    if not rows or kernels.size(Axis.DATA) > 1:
+    if not rows or kernels.size(Axis.DATA) > 1 or kernels.size(Axis.FSDP) * kernels.context == 1:
         return None
-    if kernels.size(Axis.FSDP) * kernels.context > 1 and PARTS_DIM in parameter.dims:
-        return Turn(rows) if PARTS_DIM in parameter.dims[rows:] else None
-    shape = parameter.shape
-    return Turn(rows) if is_turned(math.prod(shape[:rows]), math.prod(shape[rows:])) else None
+    return Turn(rows) if PARTS_DIM in parameter.dims[rows:] else None
 
 
 def changed_if(applies: jax.Array, update: Callable[[T], T], held: T, kernels: Kernels) -> T:

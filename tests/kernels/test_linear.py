@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.linear import feed_forward, linear, linear_transposed, linears
+from kernels.linear import (
+    feed_forward,
+    linear,
+    linear_transposed,
+    linears,
+    weight_gradient,
+)
 from tests.arrays import assert_near, normal, wide
 from tests.kernels.gradients import DTYPES, check, run
 
@@ -52,6 +58,18 @@ def test_products_of_bfloat16_give_gradients_of_float32_weights_unrounded(name):
     dy = normal(99, *y.shape, dtype="bfloat16")  # the cotangent of `run`
     _, pullback = jax.vjp(plain, *wide((x, w)))
     assert_near(dw, pullback(jnp.asarray(wide(dy)))[1])
+
+
+@pytest.mark.parametrize("out", [24, 8, 5])
+def test_only_a_cpu_multiplies_weight_gradients_in_a_layout_of_its_own(out):
+    """Elsewhere a product is added to the sum of microbatches where it is: nothing is between."""
+    add = lambda total, x, dy: total + weight_gradient(x, dy, total.dtype)
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, out), (50, 8), (50, out))]
+    lowered = lambda platform: jax.jit(add).trace(*shapes).lower(lowering_platforms=(platform,))
+    text = {platform: lowered(platform).as_text() for platform in ("cpu", "cuda")}
+    assert ("optimization_barrier" in text["cpu"]) == (out <= 8)
+    assert text["cuda"].count("stablehlo.transpose") == 1  # of x
+    assert "optimization_barrier" not in text["cuda"]
 
 
 def numpy_gelu(x):
