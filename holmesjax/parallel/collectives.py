@@ -1,6 +1,7 @@
-"""Collectives over many arrays at once: a bucket is sent as one array.
+"""Collectives over many arrays at once: a bucket is sent as one array, or each by itself.
 
-One collective for each parameter of a layer would pay the latency of the network a dozen times.
+One collective for each parameter of a layer would pay the latency of the network a dozen times. On
+a CPU arrays are joined to one. XLA joins the collectives of a GPU itself, without copies of arrays.
 Every function runs inside `jax.shard_map`, on the shards of one device.
 """
 
@@ -13,12 +14,17 @@ import jax.numpy as jnp
 Tree = Any  # of arrays; `dims` is a tree of the same form, of ints
 
 
-def all_gather(shards: Tree, dims: Tree, axis: str, *, by_sum: bool = False) -> Tree:
+def all_gather(
+    shards: Tree, dims: Tree, axis: str, *, by_sum: bool = False, apart: bool = False
+) -> Tree:
     """Whole arrays from their shards along `dims`; where that is -1 they are whole already.
 
     `by_sum` lets two devices exchange their shards as a reduce-scatter, for a platform on which a
-    reduce-scatter is faster.
+    reduce-scatter is faster. `apart` has a collective for each array.
     """
+    if apart:
+        gather = lambda x, dim: jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+        return jax.tree.map(lambda x, dim: x if dim < 0 else gather(x, dim), shards, dims)
     leaves, structure = jax.tree.flatten(shards)
     cut = jax.tree.leaves(dims)
     sent = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]
@@ -34,14 +40,21 @@ def all_gather(shards: Tree, dims: Tree, axis: str, *, by_sum: bool = False) -> 
     return jax.tree.unflatten(structure, out)
 
 
-def reduce_scatter(arrays: Tree, dims: Tree, axis: str, *, by_ring: bool = False) -> Tree:
+def reduce_scatter(
+    arrays: Tree, dims: Tree, axis: str, *, by_ring: bool = False, apart: bool = False
+) -> Tree:
     """This device's shard, along `dims`, of the sums over `axis`; all of it where that is -1.
 
     `by_ring` passes shards on from device to device, for a platform that has nothing as good.
+    `apart` has a collective for each array.
     """
     size = jax.lax.axis_size(axis)
     if size == 1:  # XLA would run a collective of one, and copy for it
         return arrays
+    if apart:
+        scatter = lambda x, dim: jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        add = lambda x, dim: jax.lax.psum(x, axis) if dim < 0 else scatter(x, dim)
+        return jax.tree.map(add, arrays, dims)
     leaves, structure = jax.tree.flatten(arrays)
     cut = jax.tree.leaves(dims)
     rows = [_cut(x, dim, size) for x, dim in zip(leaves, cut, strict=True) if dim >= 0]

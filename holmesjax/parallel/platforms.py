@@ -72,6 +72,16 @@ def gathers_by_sum(mesh: Mesh, axis: str) -> bool:
     return _is_of_cpu_processes(mesh) and mesh.shape[axis] == 2
 
 
+def joins_collectives(mesh: Mesh) -> bool:
+    """Whether XLA makes one collective of those of many arrays, each where it lies.
+
+    XLA:GPU does (its combiners), up to a number of bytes. An array joined by hand is a copy, cut
+    again behind the collective, and a gradient that is cut along another dim than its first is
+    transposed besides.
+    """
+    return mesh.devices.flat[0].platform != "cpu"
+
+
 def _is_of_cpu_processes(mesh: Mesh) -> bool:
     processes = {device.process_index for device in mesh.devices.flat}
     return mesh.devices.flat[0].platform == "cpu" and len(processes) > 1

@@ -361,15 +361,19 @@ class Chunk:
     def gather(self, params: Tree) -> Tree:
         """Masters to replicas: cast to the compute dtype, then all-gathered over `data`.
 
-        Each layer is a bucket, gathered by one collective. Weights of products in fp8 become codes.
+        Each layer is a bucket, gathered by one collective, where XLA does not join collectives.
+        Weights of products in fp8 become codes.
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims()
-        by_sum = platforms.gathers_by_sum(self.mesh, Axis.DATA)
+        told = {
+            "by_sum": platforms.gathers_by_sum(self.mesh, Axis.DATA),
+            "apart": platforms.joins_collectives(self.mesh),
+        }
 
         def gather_layer(masters: Tree, dims: Tree) -> Tree:
             copies = jax.tree.map(lambda x: x.astype(self.compute_dtype), masters)
-            whole = collectives.all_gather(copies, dims, Axis.DATA, by_sum=by_sum)
+            whole = collectives.all_gather(copies, dims, Axis.DATA, **told)
             return jax.tree.map(lambda x: x[None], whole)
 
         gather_local = lambda local: {
@@ -382,15 +386,19 @@ class Chunk:
     def reduce(self, gradients: Tree) -> Tree:
         """Gradients of the replicas, reduce-scattered over `data` into the master layout.
 
-        Each layer is a bucket, reduced by one collective, and one more for what cannot be cut.
+        Each layer is a bucket, reduced by one collective, and one more for what cannot be cut,
+        where XLA does not join collectives.
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims()
-        by_ring = platforms.sums_by_ring(self.mesh, Axis.DATA)
+        told = {
+            "by_ring": platforms.sums_by_ring(self.mesh, Axis.DATA),
+            "apart": platforms.joins_collectives(self.mesh),
+        }
 
         def reduce_local(local: Tree) -> Tree:
             own = jax.tree.map(lambda x: x[0], local)
-            run = functools.partial(collectives.reduce_scatter, axis=Axis.DATA, by_ring=by_ring)
+            run = functools.partial(collectives.reduce_scatter, axis=Axis.DATA, **told)
             return {name: run(x, dims[name]) if x else {} for name, x in own.items()}
 
         return self.on_shards(reduce_local, (replica_specs,), master_specs)(gradients)

@@ -51,11 +51,12 @@ def assert_same(got, want):
 def test_gathered_shards_are_the_whole_array(name, size, dtype):
     values, dims, specs = make(name, size, dtype)
     whole = jax.tree.map(lambda x: x[0], values)
-    gather = lambda shards: jax.tree.map(
-        lambda x: x[None], collectives.all_gather(shards, dims, "x")
-    )  # [1, ...] of each device, so that all of them are seen
-    got = on_devices(gather, size, specs, P("x"))(whole)
-    assert_same(got, jax.tree.map(lambda x: np.stack([x] * size), whole))
+    gather = lambda shards: [
+        jax.tree.map(lambda x: x[None], collectives.all_gather(shards, dims, "x", apart=apart))
+        for apart in (False, True)
+    ]  # [1, ...] of each device, so that all of them are seen
+    for got in on_devices(gather, size, specs, P("x"))(whole):
+        assert_same(got, jax.tree.map(lambda x: np.stack([x] * size), whole))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16])
@@ -84,14 +85,15 @@ def test_a_sum_gathers_every_bit(dtype):
 @pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("by_ring", [False, True])
-def test_reduced_shards_are_those_of_the_sum(name, size, dtype, by_ring):
+def test_reduced_shards_are_those_of_the_sum(name, size, dtype):
     values, dims, specs = make(name, size, dtype)
-    reduce = lambda x: collectives.reduce_scatter(
-        jax.tree.map(lambda x: x[0], x), dims, "x", by_ring=by_ring
-    )
-    got = on_devices(reduce, size, P("x"), specs)(values)
-    assert_same(got, jax.tree.map(lambda x: x.astype(np.float64).sum(0).astype(x.dtype), values))
+    reduce = lambda x: [
+        collectives.reduce_scatter(jax.tree.map(lambda x: x[0], x), dims, "x", **told)
+        for told in ({}, {"by_ring": True}, {"apart": True})
+    ]
+    want = jax.tree.map(lambda x: x.astype(np.float64).sum(0).astype(x.dtype), values)
+    for got in on_devices(reduce, size, P("x"), [specs] * 3)(values):
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -106,6 +108,10 @@ def test_a_bucket_is_one_array(name):
     text = str(jax.make_jaxpr(on_devices(reduce, 2, P(), specs))(whole))
     assert text.count(" reduce_scatter[") == any(kinds)
     assert text.count(" psum") == (not all(kinds))
+    apart = lambda x: collectives.reduce_scatter(x, dims, "x", apart=True)
+    text = str(jax.make_jaxpr(on_devices(apart, 2, P(), specs))(whole))
+    assert " concatenate[" not in text
+    assert text.count(" reduce_scatter[") == sum(kinds)
 
 
 def test_a_ring_sends_a_shard_to_the_next_device_in_each_step():
