@@ -19,8 +19,13 @@ def all_gather(
 ) -> Tree:
     """Whole arrays from their shards along `dims`; where that is -1 they are whole already.
 
-    `by_sum` lets two devices exchange their shards as a reduce-scatter, for a platform on which a
-    reduce-scatter is faster. `apart` has a collective for each array.
+    Args:
+      shards: arrays of one dtype.
+      dims: along which each is cut.
+      axis: of the mesh.
+      by_sum: two devices exchange their shards as a reduce-scatter, for a platform on which a
+        reduce-scatter is faster.
+      apart: each array has a collective of its own.
     """
     if apart:
         gather = lambda x, dim: jax.lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -45,8 +50,12 @@ def reduce_scatter(
 ) -> Tree:
     """This device's shard, along `dims`, of the sums over `axis`; all of it where that is -1.
 
-    `by_ring` passes shards on from device to device, for a platform that has nothing as good.
-    `apart` has a collective for each array.
+    Args:
+      arrays: of one dtype.
+      dims: along which each is cut.
+      axis: of the mesh.
+      by_ring: shards are passed on from device to device, for a platform that has nothing as good.
+      apart: each array has a collective of its own.
     """
     size = jax.lax.axis_size(axis)
     if size == 1:  # XLA would run a collective of one, and copy for it
