@@ -398,8 +398,10 @@ class Chunk:
 
         def reduce_local(local: Tree) -> Tree:
             own = jax.tree.map(lambda x: x[0], local)
-            run = functools.partial(collectives.reduce_scatter, axis=Axis.DATA, **told)
-            return {name: run(x, dims[name]) if x else {} for name, x in own.items()}
+            return {
+                name: collectives.reduce_scatter(x, dims[name], Axis.DATA, **told) if x else {}
+                for name, x in own.items()
+            }
 
         return self.on_shards(reduce_local, (replica_specs,), master_specs)(gradients)
 
