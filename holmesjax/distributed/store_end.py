@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import secrets
 import threading
 import time
@@ -13,6 +14,7 @@ from holmesjax import units
 from holmesjax.checkpoints import manifest, stores
 from holmesjax.checkpoints.copy_progress import CopyProgress
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.checkpoints.stores import PIECE_BYTES, Copy
 from holmesjax.distributed import store_messages
 from holmesjax.distributed.messages import PROTOCOL, ControllerHello, MemberHello
@@ -69,6 +71,7 @@ class OwnStore:
         self.folder, self._process, self._node = folder, process, node
         self._controller, self._key = controller, key
         self._id = ""  # until `join`
+        self._scrub = Scrub(folder, None, print)  # until `scrub`
         self.launchers: str | None = None  # the identifier of the launcher's run folder
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
@@ -144,7 +147,8 @@ class OwnStore:
                         parts=parts, steps=stores.committed_steps(self.folder)
                     )
                 case Keep(steps=steps, last=last, dropped=dropped):
-                    answer = KeptSteps(lacking=stores.keep(self.folder, steps, last, dropped))
+                    lacking = stores.keep(self.folder, steps, last, dropped)
+                    answer = KeptSteps(lacking=lacking, damaged=list(self._scrub.step().values()))
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
                     answer = Put()
@@ -159,6 +163,12 @@ class OwnStore:
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # it is never replaced
             write_whole(path / manifest.MANIFEST, text, replaces=False)
+        self._scrub.committed(step)
+
+    def scrub(self, mb_per_s: float | None) -> Scrub:
+        """Reads checkpoints here again while it is entered, as `Scrub` does."""
+        self._scrub = Scrub(self.folder, mb_per_s, functools.partial(print, flush=True))
+        return self._scrub
 
     # ---- what it fetches -----------------------------------------------------------------------
 

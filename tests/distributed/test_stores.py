@@ -263,9 +263,12 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     commit(home, 4, part_1="n1")
     commit(home, 6, part_1="n1")
     with hub_of(home) as (hub, join):
-        join(far, 1)
+        store, damaged = join(far, 1), []
+        hub.on_damage = damaged.append
+        store.scrub(None).found(4)
         hub.committed(6)
         hub.settle()
+    assert damaged == [4]
     # 2 is superseded, 8 is being written; 4 and 6 have got their manifests.
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
     assert [step for step, _ in manifest.finished(far)] == [4, 6]
