@@ -23,6 +23,7 @@ from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.save_schedule import SaveSchedule
+from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
 from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
@@ -345,12 +346,15 @@ class Trainer:
                     done_steps=done,
                     peak_step_s=self.job.measured_peak_step_s,
                     stream=self._stream,
-                    on_step=lambda record: alarm.step(record["step"]),
+                    on_step=lambda record: alarm.step(record["step"]) | scrub.step(),
                     began_s=began_s,
                     owner=lease,
                 )
             )
-            saves = self._saves(start, lease, data, recorder.console.print, alarm)
+            say = recorder.console.print
+            scrub = stack.enter_context(Scrub(self.run_dir, config.checkpoint.scrub, say))
+            saves = self._saves(start, lease, data, say, (alarm.committed, scrub.committed))
+            alarm.attach(saves.outstanding, say)
 
             def is_stopping() -> bool:
                 lease.check()
@@ -400,7 +404,7 @@ class Trainer:
         lease: Lease,
         data: Mapping[str, str],
         say: Callable[[str], None],
-        alarm: CommitAlarm,
+        told: Sequence[Callable[[int], object]],
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
         config = self.job.config.checkpoint
@@ -409,10 +413,11 @@ class Trainer:
         commit = functools.partial(committing.commit, start, data=data, owner=lease)
 
         def committed(step: int) -> None:
-            alarm.committed(step)
+            for tell in told:
+                tell(step)
             self._callbacks.saved(step, manifest.folder_of(self.run_dir, step))
 
-        saves = Saves(
+        return Saves(
             self.run_dir,
             1,
             commit,
@@ -421,8 +426,6 @@ class Trainer:
             committed,
             limit_s=60 * config.failing_minutes,
         )
-        alarm.attach(saves.outstanding, say)
-        return saves
 
     def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""

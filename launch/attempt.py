@@ -22,6 +22,7 @@ from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.save_schedule import SaveSchedule
+from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
@@ -151,10 +152,12 @@ class Attempt:
             stack.callback(self._hub.close)
             self._controller = stack.enter_context(self._open_controller())
             self._recorder = stack.enter_context(self._open_recorder())
+            print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
+            self._scrub = stack.enter_context(Scrub(self._job.run_dir, mb_per_s, print_line))
+            self._hub.on_damage = self._scrub.found
             self._opened = stack.pop_all()
         self._agreement = DataAgreement(processes, self._controller.send)
         self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
-        print_line = self._recorder.console.print
         self._saves = Saves(
             self._job.run_dir,
             len(self._job.plan.stages),
@@ -186,6 +189,7 @@ class Attempt:
     def _committed(self, step: int) -> None:
         self._alarm.committed(step)
         self._hub.committed(step)
+        self._scrub.committed(step)
 
     def _open_controller(self) -> Controller:
         """Listens for the processes."""
@@ -315,7 +319,7 @@ class Attempt:
     def _watch_step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns additions to the record of a step that is done."""
         found = dict(self._watch.step(record)) if self._watch else {}
-        return found | self._alarm.step(record["step"])
+        return found | self._alarm.step(record["step"]) | self._scrub.step()
 
     def _supervise(self) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""

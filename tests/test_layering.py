@@ -108,6 +108,8 @@ WITHOUT_JAX = [
     "holmesjax.callbacks",
     "holmesjax.runtime.step_timeout",
     "holmesjax.checkpoints.commit_alarm",
+    "holmesjax.checkpoints.copy_progress",
+    "holmesjax.checkpoints.scrub",
     "holmesjax.checkpoints.committed",
     "holmesjax.checkpoints.manifest",
     "holmesjax.checkpoints.resume",

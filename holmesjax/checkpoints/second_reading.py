@@ -8,10 +8,12 @@ and adds up the arrays of the part in question with NumPy.
 
 import argparse
 import importlib
+import itertools
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holmesjax.checkpoints import manifest
@@ -19,6 +21,7 @@ from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import DamagedError, PeerError
 from holmesjax.hosts.process_environment import die_with
 from holmesjax.liveness import helper_process
+from holmesjax.liveness.helper_process import Ended
 
 DAMAGED = 3  # the exit status where it finds so, too
 LIMIT_S = 3600.0  # to read a part
@@ -42,13 +45,10 @@ def confirm(
 
     Raises PeerError if that process can read it, or cannot tell.
     """
-    arguments = [str(checkpoint.path)]
-    if part := manifest.damaged_part(checkpoint, error):
-        arguments += ["--part", part]
+    part = manifest.damaged_part(checkpoint, error)
     found: object = error.found
-    module = __spec__.name
     try:
-        done = helper_process.run_module(module, arguments, limit_s=LIMIT_S, pause=pause, say=say)
+        done = read_again(checkpoint, [part] if part else [], pause=pause, say=say)
     except OSError as problem:
         said, found = "and no other process could look", problem
     else:
@@ -67,6 +67,32 @@ def confirm(
         fix="start again with the same command; if that does not help, see whether the node that "
         "says so has the file system of the run folder, and whether its memory is sound",
     )
+
+
+def read_again(
+    checkpoint: Checkpoint,
+    parts: Sequence[str],
+    *,
+    mb_per_s: float | None = None,
+    pause: Callable[[float], object] = time.sleep,
+    say: Callable[[str], object] = lambda line: None,
+) -> Ended:
+    """The end of another process that reads files and the arrays of parts: DAMAGED, or 0.
+
+    Args:
+      checkpoint: which has them.
+      parts: the names of those whose arrays are read.
+      mb_per_s: how fast arrays are read, in MB/s, for as long as it takes; None: as fast as may be,
+        within `LIMIT_S`.
+      pause, say: as in `confirm`.
+
+    Raises OSError where no process can be started, and what `pause` raises.
+    """
+    arguments = [str(checkpoint.path), *(word for part in parts for word in ("--part", part))]
+    arguments += [] if mb_per_s is None else ["--mb-per-s", str(mb_per_s)]
+    limit_s = LIMIT_S if mb_per_s is None else math.inf
+    module = __spec__.name
+    return helper_process.run_module(module, arguments, limit_s=limit_s, pause=pause, say=say)
 
 
 def _forget(folder: Path) -> None:
@@ -93,16 +119,34 @@ class _Teller:
         print(f"  {done} of {total} arrays of {self._path.name} are read again", flush=True)
 
 
-def _look(path: Path, part: str | None) -> int:
+class _Brake:
+    """Waits after each array of a part for as long as its bytes may take."""
+
+    def __init__(self, found: Checkpoint, part: str, mb_per_s: float):
+        itemsize = lambda name: importlib.import_module("jax.numpy").dtype(name).itemsize
+        own = [x for x in found.manifest["arrays"].values() if x["part"] == part]
+        sizes = (math.prod(x["shape"]) * itemsize(x["dtype"]) for x in own)
+        self._due_s = [num_bytes / (1e6 * mb_per_s) for num_bytes in itertools.accumulate(sizes)]
+        self._begin_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        time.sleep(max(0.0, self._begin_s + self._due_s[done - 1] - time.monotonic()))
+
+
+def _look(path: Path, parts: Sequence[str], mb_per_s: float | None) -> int:
+    found = manifest.at(path)
     try:
         _forget(path)
-        found = manifest.at(path)
         manifest.verify(found)
-        if part:
+        for part in parts:
             # Imported here: only arrays need JAX.
             arrays = importlib.import_module("holmesjax.checkpoints.restoring")
-            arrays.verify_arrays(found, part, _Teller(path))
-    except (DamagedError, OSError):
+            told = _Teller(path) if mb_per_s is None else _Brake(found, part, mb_per_s)
+            arrays.verify_arrays(found, part, told)
+    except (DamagedError, OSError) as error:
+        if mb_per_s is not None and not manifest.has_manifest(path):
+            return 0  # the run has taken it away in the meantime
+        print(" ".join(str(error).split()), file=sys.stderr)
         return DAMAGED
     return 0
 
@@ -111,6 +155,9 @@ if __name__ == "__main__":
     die_with(os.environ.get("HOLMES_PARENT"))
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
-    parser.add_argument("--part")
+    parser.add_argument("--part", action="append", default=[])
+    parser.add_argument("--mb-per-s", type=float)
     asked = parser.parse_args()
-    sys.exit(_look(asked.path, asked.part))
+    if asked.mb_per_s is not None:
+        os.nice(19)  # whoever trains comes first
+    sys.exit(_look(asked.path, asked.part, asked.mb_per_s))

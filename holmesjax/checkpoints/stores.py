@@ -249,6 +249,20 @@ class Copy:
         """The folder of the part."""
         return manifest.folder_of(self.folder, self.step) / self.part
 
+    @property
+    def num_bytes(self) -> int:
+        """All bytes of the part."""
+        return sum(int(facts["bytes"]) for facts in self.own_files.values())
+
+    def begun(self) -> int:
+        """Bytes that are here of its files, as far as they have grown; changes nothing."""
+        growing, total = self.path.with_name(self.part + FETCHING), 0
+        for file, facts in self.own_files.items():
+            with contextlib.suppress(OSError):
+                size = (growing / file.partition("/")[2]).stat().st_size
+                total += size if size <= facts["bytes"] else 0  # it is fetched anew
+        return total
+
     def growing(self, file: str) -> Path:
         """The file that grows. Raises ValueError for a name that must not be."""
         place_of(self.folder, name_in(self.step, file))

@@ -163,6 +163,9 @@ class CheckpointConfig:
     failing_minutes: NonNegative = 60.0
     # Intervals without a committed checkpoint until an alarm says so, while steps go on.
     alarm_intervals: Count = 3
+    # MB/s at which each store reads its newest checkpoint again from the disk, while the run goes
+    # on, and compares it with what was written. None: nothing is read before a start does.
+    scrub: Positive | None = None
 
     def __post_init__(self) -> None:
         refuse_mistakes(checkpoint=self)

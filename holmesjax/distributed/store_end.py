@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import secrets
 import threading
 import time
@@ -11,7 +12,9 @@ from typing import Any
 
 from holmesjax import units
 from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints.copy_progress import CopyProgress
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.checkpoints.stores import PIECE_BYTES, Copy
 from holmesjax.distributed import store_messages
 from holmesjax.distributed.messages import PROTOCOL, ControllerHello, MemberHello
@@ -38,10 +41,11 @@ from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Record, decode, encode
 
 NOBODY = -1  # no process of the job
-TELL_S = 5.0  # between two lines that say how far a fetch is
 START_S = 600.0  # for the launcher to come
 RETRY_S = 60.0  # that a fetch calls again for, when its connection is lost
 LOOK_S = 0.2  # between two looks at a part that another process fetches
+# Without a byte of a part that another process fetches: longer than that one waits itself.
+OTHER_S = START_S + RETRY_S + 2 * ANSWER_S
 
 
 class OwnStore:
@@ -67,6 +71,7 @@ class OwnStore:
         self.folder, self._process, self._node = folder, process, node
         self._controller, self._key = controller, key
         self._id = ""  # until `join`
+        self._scrub = Scrub(folder, None, print)  # until `scrub`
         self.launchers: str | None = None  # the identifier of the launcher's run folder
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
@@ -142,7 +147,8 @@ class OwnStore:
                         parts=parts, steps=stores.committed_steps(self.folder)
                     )
                 case Keep(steps=steps, last=last, dropped=dropped):
-                    answer = KeptSteps(lacking=stores.keep(self.folder, steps, last, dropped))
+                    lacking = stores.keep(self.folder, steps, last, dropped)
+                    answer = KeptSteps(lacking=lacking, damaged=list(self._scrub.step().values()))
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
                     answer = Put()
@@ -157,6 +163,12 @@ class OwnStore:
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # it is never replaced
             write_whole(path / manifest.MANIFEST, text, replaces=False)
+        self._scrub.committed(step)
+
+    def scrub(self, mb_per_s: float | None) -> Scrub:
+        """Reads checkpoints here again while it is entered, as `Scrub` does."""
+        self._scrub = Scrub(self.folder, mb_per_s, functools.partial(print, flush=True))
+        return self._scrub
 
     # ---- what it fetches -----------------------------------------------------------------------
 
@@ -199,36 +211,44 @@ class OwnStore:
         ]
         if not copies:
             return
-        progress = _Progress(copies, advance, say)
+        names = ", ".join(copy.part for copy in copies)
+        total, begun = sum(copy.num_bytes for copy in copies), sum(copy.begun() for copy in copies)
+        progress = CopyProgress(f"fetching {names}", total, begun, say)
         for copy in copies:
-            with _only_one(copy.path, advance):
+            with _only_one(copy, advance):
                 if copy.part not in here():
-                    self._fetch_part(copy, progress)
-        progress.end()
+                    self._fetch_part(copy, progress, advance)
+        progress.end(f"fetched {names}")
 
-    def _fetch_part(self, copy: Copy, progress: "_Progress") -> None:
-        where = f"{copy.part} of the checkpoint after step {copy.step}"
-        deadline_s = time.monotonic() + RETRY_S
+    def _fetch_part(
+        self, copy: Copy, progress: CopyProgress, advance: Callable[[], object]
+    ) -> None:
+        deadline_s, seen = time.monotonic() + RETRY_S, progress.done
         while True:
             try:
                 with self._reader() as read:
                     for file in copy.own_files:
-                        self._fetch_file(copy, file, read, progress)
+                        self._fetch_file(copy, file, read, progress, advance)
                 copy.finish()
                 return
             except (OSError, ValueError, UnansweredError) as error:
                 is_of_disk = isinstance(error, OSError) and not isinstance(
                     error, ConnectionError | TimeoutError
                 )
-                if progress.take_moved():
-                    deadline_s = time.monotonic() + RETRY_S
+                if progress.done > seen and not progress.is_too_much:
+                    deadline_s, seen = time.monotonic() + RETRY_S, progress.done
                 if is_of_disk or time.monotonic() > deadline_s:
-                    fix = "start again with the same command: it goes on with what is fetched"
-                    problem = "cannot be fetched"
-                    raise PeerError(where, problem, found=error, fix=fix) from None
+                    raise _unfetched(copy, "cannot be fetched", error) from None
                 time.sleep(1.0)  # another store may come, or this one again
 
-    def _fetch_file(self, copy: Copy, file: str, read: "_Reader", progress: "_Progress") -> None:
+    def _fetch_file(
+        self,
+        copy: Copy,
+        file: str,
+        read: "_Reader",
+        progress: CopyProgress,
+        advance: Callable[[], object],
+    ) -> None:
         name = stores.name_in(copy.step, file)
         with copy.growing(file).open("ab") as growing:
             while (first := copy.missing(file)) is not None:
@@ -238,6 +258,7 @@ class OwnStore:
                 growing.write(content)
                 growing.flush()
                 progress.add(len(content))
+                advance()
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator["_Reader"]:
@@ -276,59 +297,33 @@ class _Reader:
         return store_messages.ask(self.connection, question)[1]
 
 
-class _Progress:
-    """Tells how far a fetch is, with the time that it may take."""
-
-    def __init__(
-        self,
-        copies: Collection[Copy],
-        advance: Callable[[], object],
-        say: Callable[[str], object],
-    ):
-        self._advance, self._say = advance, say
-        self._names = ", ".join(copy.part for copy in copies)
-        sizes = [(copy, file, x["bytes"]) for copy in copies for file, x in copy.own_files.items()]
-        self._total = sum(size for *_, size in sizes)
-        firsts = [(copy.missing(file), size) for copy, file, size in sizes]
-        resumed = sum(size if first is None else first for first, size in firsts)
-        self._done, self._begun, self._has_moved = resumed, resumed, False
-        self._begin_s = self._told_s = time.monotonic()
-        more = f", {units.show(resumed, 'B')} of them were here already" if resumed else ""
-        say(f"fetching {self._names}: {units.show(self._total, 'B')}{more}")
-
-    def add(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        self._has_moved = True
-        self._advance()
-        if (now_s := time.monotonic()) - self._told_s < TELL_S:
-            return
-        self._told_s = now_s
-        rate = (self._done - self._begun) / (now_s - self._begin_s)
-        left = units.duration((self._total - self._done) / rate) if rate else "unknown"
-        done, total = units.show(self._done, "B"), units.show(self._total, "B")
-        self._say(f"fetching {self._names}: {done} of {total}, {left} left")
-
-    def take_moved(self) -> bool:
-        """Whether bytes have come since this was asked last, and no more than there are."""
-        moved, self._has_moved = self._has_moved, False
-        return moved and self._done <= self._total
-
-    def end(self) -> None:
-        took_s = time.monotonic() - self._begin_s
-        fetched = units.show(self._done - self._begun, "B")
-        self._say(f"fetched {self._names}: {fetched} in {took_s:.1f} s")
-
-
 @contextlib.contextmanager
-def _only_one(path: Path, advance: Callable[[], object]) -> Iterator[None]:
-    """Lets one process of this store fetch a part at a time; a killed one is not waited for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("wb") as file:
+def _only_one(copy: Copy, advance: Callable[[], object]) -> Iterator[None]:
+    """Lets one process of this store fetch a part at a time; a killed one is not waited for.
+
+    Raises PeerError if no byte comes to another's copy from one `OTHER_S` to the next.
+    """
+    copy.path.parent.mkdir(parents=True, exist_ok=True)
+    with copy.path.with_name(f"{copy.part}.lock").open("wb") as file:
+        deadline_s, seen = time.monotonic() + OTHER_S, copy.begun()
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                advance()
-                time.sleep(LOOK_S)
+                pass
+            advance()
+            time.sleep(LOOK_S)
+            if time.monotonic() < deadline_s:
+                continue
+            if (now := copy.begun()) == seen:
+                found = f"no byte of it in {units.duration(OTHER_S)}"
+                raise _unfetched(copy, "is fetched by another process, which stands still", found)
+            deadline_s, seen = time.monotonic() + OTHER_S, now
         yield
+
+
+def _unfetched(copy: Copy, problem: str, found: object) -> PeerError:
+    where = f"{copy.part} of the checkpoint after step {copy.step}"
+    fix = "start again with the same command: it goes on with what is fetched"
+    return PeerError(where, problem, found=found, fix=fix)

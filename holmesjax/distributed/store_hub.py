@@ -103,6 +103,8 @@ class StoreHub:
         self._problem: HolmesError | None = None
         self._teller = ThreadPoolExecutor(1, "stores")
         self._is_closed = False
+        # Takes the steps of checkpoints that a store has found damaged.
+        self.on_damage: Callable[[int], object] = lambda step: None
 
     def close(self) -> None:
         self._is_closed = True
@@ -280,6 +282,8 @@ class StoreHub:
             try:
                 answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
                 assert isinstance(answer, KeptSteps), answer
+                for step in answer.damaged:
+                    self.on_damage(step)
                 for step in sorted({*answer.lacking, *resumed}):
                     path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
                     text = regular_files.read_text(path)

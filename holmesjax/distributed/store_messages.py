@@ -91,10 +91,11 @@ class Keep(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSteps(Record):
-    """The steps of those whose manifest is not there."""
+    """The steps of those whose manifest is not there, and of what was found damaged since."""
 
     kind = "kept"
     lacking: list[int]
+    damaged: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)

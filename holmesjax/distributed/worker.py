@@ -231,7 +231,9 @@ class Worker:
         member.status("was starting JAX")
         chunks = self._make_chunks(self._join(start), start)
         setup = TrainingSetup(job, chunks, self._me.cluster, has_trained=has_trained)
-        with setup, self._giving_up():
+        mb_per_s = job.config.checkpoint.scrub
+        scrub = self._store.scrub(mb_per_s) if self._store else contextlib.nullcontext()
+        with setup, self._giving_up(), scrub:
             member.status("was compiling")
             connect = functools.partial(self._connect_for_steps, chunks[0], ports)
             runner = setup.compile(connect, member.advance, self._waits_for)

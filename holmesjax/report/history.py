@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.checkpoints import commit_alarm
+from holmesjax.checkpoints import commit_alarm, scrub
 from holmesjax.report import metrics
 
 Record = Mapping[str, Any]
 # The numbers that are kept, and the dicts of numbers: of those each entry has a column of its own.
 NUMBERS = (
     *("step", "loss", "tokens_per_s", "mfu", "step_time_s", "input_wait_s", "bubble_share"),
-    *("skipped", "spike", "val_loss", commit_alarm.FIELD),
+    *("skipped", "spike", "val_loss", commit_alarm.FIELD, scrub.FIELD),
 )
 GROUPS = ("link_bytes", "val_losses")
 # The names of a record that are HolmesJAX's. Any other number is of a callback or of layers.

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holmesjax import job as jobs
+from holmesjax.checkpoints import scrub
 from holmesjax.checkpoints.commit_alarm import FIELD
 from holmesjax.config import Config
 from holmesjax.liveness import lease
@@ -89,6 +90,8 @@ def describe(
     if owner and FIELD in last:
         text = f"ALARM: no checkpoint since {last[FIELD]:,} steps; the launcher's output says more"
         shown.append(Text(text))
+    if damaged := [record[scrub.FIELD] for record in records if scrub.FIELD in record]:
+        shown.append(Text(f"ALARM: the checkpoint after step {damaged[-1]:,} is damaged"))
     shown.append(Text(sparkline([record["loss"] for record in records], WIDTH)))
     if others := _others(records):
         shown.append(Text(others))

@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from holmesjax.checkpoints import commit_alarm
+from holmesjax.checkpoints import commit_alarm, scrub
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.files import json_text, regular_files, yaml_files
 from holmesjax.files.whole_files import write_whole
@@ -217,6 +217,7 @@ def _cards(plan: Plan, records: History) -> list[_Card]:
         *_input_wait(records),
         *_goodput(last),
         *_alarms(records),
+        *_damages(records),
         _Card(
             "Tokens",
             _number(tokens, ",.0f"),
@@ -258,6 +259,15 @@ def _alarms(records: History) -> list[_Card]:
         return []
     note = f"without a checkpoint, for {since.max():,.0f} steps at most; last at {steps[-1]:,.0f}"
     return [_Card("Alarm", f"{len(steps):,}", "steps", note)]
+
+
+def _damages(records: History) -> list[_Card]:
+    """The checkpoints that were found damaged while the run went on."""
+    _, damaged = records.with_steps(scrub.FIELD)
+    if not len(damaged):
+        return []
+    note = f"when they were read again; the newest is that after step {damaged.max():,.0f}"
+    return [_Card("Damaged checkpoints", f"{len(damaged):,}", "", note)]
 
 
 def _goodput(last: Record) -> list[_Card]:

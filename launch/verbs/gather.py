@@ -2,20 +2,19 @@
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
 import os
 import queue
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holmesjax import job as jobs, units
+from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints.copy_progress import CopyProgress
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.data import object_stores
@@ -34,7 +33,6 @@ from launch.workers import start_stores
 
 WAIT_S = 60.0  # for stores that a launcher starts
 PASSIVE_WAIT_S = 600.0  # and for those that somebody starts
-TELL_S = 5.0  # between two lines that say how far it is
 
 say = functools.partial(print, flush=True)
 
@@ -117,7 +115,8 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
         fix = "name another place, or remove it"
         raise CheckpointError(str(target / name), "is there already", found="a file", fix=fix)
     files: dict[str, dict[str, Any]] = content["files"]
-    progress = _Progress(sum(facts["bytes"] for facts in files.values()))
+    total = sum(facts["bytes"] for facts in files.values())
+    progress = CopyProgress(f"gathering   step {found.step}", total, 0, say)
     for file, facts in files.items():
         _copy(target, stores.name_in(found.step, file), facts, read, progress)
     for own, num_bytes in stores.run_files(run_dir).items():
@@ -126,11 +125,12 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
     _put(target / "committed.json", json.dumps({"step": found.step}).encode() + b"\n")
     if not places.is_url(str(target)):
         whole_files.sync_below(target)
+        whole_files.sync(target.absolute().parent)
     _put(target / name, manifest.text_of(content).encode())
 
 
 def _copy(
-    target: Path, name: str, facts: dict[str, Any], read: Read, progress: "_Progress"
+    target: Path, name: str, facts: dict[str, Any], read: Read, progress: CopyProgress
 ) -> None:
     """Copies a file a piece at a time; one that is there in its size is left as it is."""
     path, size, digest = target / name, int(facts["bytes"]), hashlib.sha256()
@@ -150,25 +150,14 @@ def _copy(
         fix = "see which store has damaged it: python -m launch verify, where the part is"
         raise CheckpointError(name, "is not as it was written", found=digest.hexdigest(), fix=fix)
     if temporary is not path:
+        whole_files.sync(temporary)  # by its size alone the next gathering takes it for whole
         temporary.replace(path)
 
 
 def _put(path: Path, content: bytes) -> None:
+    """Writes a small file, which is whole wherever this is cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-
-
-@dataclasses.dataclass
-class _Progress:
-    """Says how far the copying is."""
-
-    total: int  # bytes
-    done: int = 0
-    told_s: float = dataclasses.field(default_factory=time.monotonic)
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        if time.monotonic() - self.told_s > TELL_S:
-            self.told_s = time.monotonic()
-            done, total = units.show(self.done, "B"), units.show(self.total, "B")
-            say(f"gathering   {done} of {total}")
+    if places.is_url(str(path)):
+        path.write_bytes(content)  # an object appears when all of it is there
+    else:
+        whole_files.write_whole(path, content)

@@ -1,6 +1,7 @@
 """Stores and the hub, over real connections and without JAX: what is fetched, kept and refused."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -171,6 +172,28 @@ def test_a_copy_that_is_not_what_was_written_is_fetched_again(sites):
     assert (begun.parent.with_name("part_0") / "_METADATA").read_bytes() == b"zero"
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_another_fetch_of_a_part_is_waited_for_while_it_grows(tmp_path, monkeypatch, grows):
+    monkeypatch.setattr(store_end, "OTHER_S", 0.05)
+    monkeypatch.setattr(store_end, "LOOK_S", 0.01)
+    files = {"part_0/d": {"bytes": 100, "sha256": None}}
+    copy = stores.Copy(folder=tmp_path, step=STEP, part="part_0", files=files)
+    growing, looks = copy.growing("part_0/d"), []
+    with (growing.parent.with_name("part_0.lock")).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def look():
+            looks.append(True)
+            if grows:
+                growing.write_bytes(b"x" * len(looks))
+            if grows and len(looks) == 20:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        refused = pytest.raises(PeerError, match="which stands still")
+        with contextlib.nullcontext() if grows else refused, store_end._only_one(copy, look):
+            assert len(looks) == 20
+
+
 def test_bytes_that_change_on_their_way_are_not_taken(sites, monkeypatch):
     hub, join, checkpoint, folders = sites
     new = join(folders["new"])
@@ -240,9 +263,12 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     commit(home, 4, part_1="n1")
     commit(home, 6, part_1="n1")
     with hub_of(home) as (hub, join):
-        join(far, 1)
+        store, damaged = join(far, 1), []
+        hub.on_damage = damaged.append
+        store.scrub(None).found(4)
         hub.committed(6)
         hub.settle()
+    assert damaged == [4]
     # 2 is superseded, 8 is being written; 4 and 6 have got their manifests.
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
     assert [step for step, _ in manifest.finished(far)] == [4, 6]

@@ -1,6 +1,7 @@
 """`launch gather` and `launch verify` on checkpoints that are written here."""
 
 import argparse
+import errno
 import os
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from holmesjax.checkpoints import manifest, stores
 from holmesjax.data import object_stores
 from holmesjax.errors import CheckpointError, DamagedError
+from holmesjax.files import whole_files
 from launch.verbs import gather, verify
 from tests.data.object_store import object_store
 from tests.written_checkpoints import flip_a_byte, write
@@ -43,7 +45,7 @@ def test_a_checkpoint_goes_into_an_object_store_and_never_into_a_folder(
     assert not os.listdir(tmp_path)
 
 
-def test_a_gathering_that_was_cut_goes_on(run_dir, tmp_path):
+def test_a_gathering_that_was_cut_goes_on(run_dir, tmp_path, monkeypatch):
     [found] = manifest.find(run_dir)
     names, read = list(found.manifest["files"]), read_in(run_dir)
 
@@ -55,6 +57,17 @@ def test_a_gathering_that_was_cut_goes_on(run_dir, tmp_path):
     with pytest.raises(OSError, match="cut"):
         gather._write_all(tmp_path, run_dir, found, breaks)
     assert not manifest.find(tmp_path)  # no checkpoint before its manifest
+    with monkeypatch.context() as patched:  # which is cut, too
+
+        def cut(temporary, path):
+            if path.name == manifest.MANIFEST:
+                raise OSError(errno.EIO, "cut before the rename")
+            temporary.replace(path)
+
+        patched.setattr(whole_files, "put_in_place", cut)
+        with pytest.raises(OSError, match="cut before"):
+            gather._write_all(tmp_path, run_dir, found, read)
+    assert not manifest.find(tmp_path)
     gather._write_all(tmp_path, run_dir, found, read)
     [copied] = manifest.find(tmp_path)
     manifest.verify(copied)

@@ -13,6 +13,7 @@ import pytest
 import launch.attempt
 from holmesjax import job as jobs
 from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data
+from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
@@ -348,8 +349,11 @@ def test_a_job_whose_checkpoints_are_gone_is_refused(tmp_path, no_pause, monkeyp
     assert supervise(tmp_path, dict.fromkeys(range(3), ends))[0].run() == 0
 
 
-def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(tmp_path, capsys):
+def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
+    tmp_path, capsys, monkeypatch
+):
     """One stage of two never tells that its part of the first save is written."""
+    monkeypatch.setattr(Scrub, "committed", Scrub.found)  # reads it at once, and finds damage
     begin, go_on = [["tell", "up"], ["verdict", 2]], [["steps", 1, 9], ["verdict", 12]]
     end = [["await", 12], ["steps", 10, 13], ["done", 13]]
     vote, saves = [["vote", 2]], [["save", 12]]
@@ -370,6 +374,7 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(tmp_path, 
     records = metrics.read(tmp_path / "run")
     found = [record.get("steps_without_checkpoint") for record in records]
     assert found == [*[None] * 6, 7, 8, 9, *[None] * 4]
+    assert [record["damaged_step"] for record in records if "damaged_step" in record] == [12]
 
 
 # ---- the end -------------------------------------------------------------------------------------

@@ -216,10 +216,14 @@ def test_each_validation_set_and_the_wait_for_batches_have_a_card(make_run):
 
 def test_steps_without_a_checkpoint_have_a_card(make_run):
     since = [{}, {"steps_without_checkpoint": 40}, {"steps_without_checkpoint": 41}, {}]
+    since[3] = {"damaged_step": 1200}
     texts = read(make_run([record(i, **own) for i, own in enumerate(since, start=1)])).texts
     at = texts.index("Alarm")
     note = "without a checkpoint, for 41 steps at most; last at 3"
     assert texts[at + 1 : at + 4] == ["2", "steps", note]
+    at = texts.index("Damaged checkpoints")
+    note = "when they were read again; the newest is that after step 1,200"
+    assert note in texts[at + 1 : at + 4]
 
 
 def test_a_rehearsal_says_that_its_times_are_of_other_devices(make_run):
