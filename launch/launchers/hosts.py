@@ -22,6 +22,7 @@ from holmesjax.files import places, schema, yaml_files
 from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
+from holmesjax.transport import addresses as network_addresses
 from launch.launchers.variables import wrong_names
 
 Name = Annotated[str, Field(min_length=1, strict=True)]
@@ -158,10 +159,10 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
         for fabric, addresses in host.addresses.items():
             for j, address in enumerate(addresses):
                 keys = ("hosts", i, "addresses", fabric, j)
-                if not addresses.is_of_one_host(address):
+                if not network_addresses.is_of_one_host(address):
                     fix = "write an address such as 10.0.0.4, fd00::4 or fe80::4%eth0"
                     problem = "is no address of a host"
-                    if addresses.needs_scope(address):
+                    if network_addresses.needs_scope(address):
                         problem = "is link-local, and lacks its interface behind %"
                     yield document.mistake(keys, problem, found=address, fix=fix)
                 elif address in addresses[:j]:
