@@ -6,6 +6,7 @@ something on one machine only, and a caller puts its own there.
 """
 
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
@@ -103,10 +104,12 @@ def resolve(address: str, port: int) -> Iterator[tuple[socket.AddressFamily, tup
 
     Raises OSError if it leads nowhere.
     """
+    if port > MAX_PORT:  # the system would take its lower bits
+        raise OSError(errno.EINVAL, f"port must be 0-{MAX_PORT}")
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a label of more than 63 letters, say
-        raise OSError(f"{address!r} is no name of a host: {error}") from None
+        raise OSError(errno.EINVAL, f"no name of a host: {error}") from None
     for family, _, _, _, place in found:
         if family in (socket.AF_INET, socket.AF_INET6):
             yield family, place

@@ -186,10 +186,10 @@ def listen(address: str, port: int = 0) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         addresses.bind(sock, place)
-    except (OSError, OverflowError) as error:  # the latter for a port above 65,535
+    except OSError as error:
         if sock is not None:
             sock.close()
-        found = error.strerror if isinstance(error, OSError) else error
+        found = error.strerror
         fix = "choose another port" if port else "name an address of this machine"
         where = addresses.show(address, port)
         raise HolmesError(where, "cannot listen here", found=found, fix=fix) from None
