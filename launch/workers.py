@@ -8,7 +8,7 @@ from holmesjax.distributed.controller import Controller
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.plan.processes import Process
-from holmesjax.transport import connections
+from holmesjax.transport import addresses, connections
 from launch.launchers.launcher import EventSink, Launcher, ProcessStart
 
 
@@ -60,7 +60,7 @@ def start_workers(
     shared = {
         **variables,
         **({"HOLMES_STORE": store} if store else {}),
-        "HOLMES_CONTROLLER": "{}:{}".format(*controller.address),
+        "HOLMES_CONTROLLER": addresses.show(*controller.address),
         "HOLMES_KEY_FILE": str(key_file.absolute()),
         "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
         "HOLMES_RESTART": str(restart),
@@ -95,7 +95,7 @@ def start_stores(
     folder = str(run_dir.absolute())
     for process in nodes:
         env = {
-            "HOLMES_CONTROLLER": "{}:{}".format(*address),
+            "HOLMES_CONTROLLER": addresses.show(*address),
             "HOLMES_KEY_FILE": str(key_file.absolute()),
             "HOLMES_NODE": process.node,
         }

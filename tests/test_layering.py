@@ -76,6 +76,7 @@ WITHOUT_JAX = [
     "holmesjax.optimizers.groups",
     "holmesjax.optimizers.learning_rates",
     "holmesjax.models.initial_values",
+    "holmesjax.transport.addresses",
     "holmesjax.transport.admission",
     "holmesjax.transport.buffers",
     "holmesjax.transport.connection_loop",

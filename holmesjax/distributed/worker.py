@@ -59,7 +59,7 @@ from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Activity
 from holmesjax.training_loop import TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
-from holmesjax.transport import connections
+from holmesjax.transport import addresses as places, connections
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.records import Record
 from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
@@ -337,7 +337,11 @@ class Worker:
         kinds = domain.device_kinds(job, self._domain)
         platforms.use_devices(kinds, len(me.devices), rehearse=job.config.run.rehearse)
         key = self._environment.key
-        devices = domain.join(me, self._domain, start.coordinator, self._config, key)
+        coordinator = start.coordinator
+        if coordinator is not None:
+            [own, *_] = self._environment.addresses[domain_fabric(job.topology, self._domain)]
+            coordinator = (places.as_seen_from(coordinator[0], own), coordinator[1])
+        devices = domain.join(me, self._domain, coordinator, self._config, key)
         if self._held_port is not None:
             self._held_port.close()
         # The first process of a domain alone writes, so it alone can tell that it does not.

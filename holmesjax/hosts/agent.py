@@ -55,7 +55,7 @@ from holmesjax.hosts.agent_messages import (
 from holmesjax.hosts.computing import PACKAGES, installed, source_digest
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment
-from holmesjax.transport import connections as wire, socket_buffers
+from holmesjax.transport import addresses as places, connections as wire, socket_buffers
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.frame_timing import Receiver, Sender
@@ -154,7 +154,7 @@ class _Agent:
         host = self._find_host()
         name = socket.gethostname()
         mtu_bytes = {
-            fabric: {i.mtu_bytes for i in host.interfaces if set(i.ipv4) & set(found)}
+            fabric: {i.mtu_bytes for i in host.interfaces if {*i.ipv4, *i.ipv6} & {*found}}
             for fabric, found in self._environment.addresses.items()
         }
         return NodeFacts(
@@ -184,6 +184,14 @@ class _Agent:
                 for fabric, sizes in mtu_bytes.items()
             },
             addresses={fabric: [*found] for fabric, found in self._environment.addresses.items()},
+            twins=sorted(
+                {
+                    names[0]
+                    for found in self._environment.addresses.values()
+                    for address in found
+                    if (names := places.twins(address)) and not places.stays_on(names[0], address)
+                }
+            ),
         )
 
     def _check_kernels(self, question: CheckKernels) -> KernelFacts:
@@ -331,7 +339,7 @@ def _there_and_back(
 
 def _resolve(name: str) -> str | None:
     try:
-        return socket.gethostbyname(name)
+        return places.of(next(places.resolve(name, 0))[1])[0]
     except OSError:
         return None
 

@@ -96,6 +96,7 @@ class NodeFacts(Record):
     nics: list[NicFacts]
     mtu_bytes: dict[str, list[int]]  # by fabric
     addresses: dict[str, list[str]]  # by fabric
+    twins: list[str]  # NICs that share a subnet with others, and carry their traffic or none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@
 the check, the nodes and the result. If something is wrong, it says what to do.
 """
 
-import ipaddress
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from holmesjax.hosts.agent_messages import KernelFacts, NicFacts, NoAnswer, Node
 from holmesjax.topology import windows
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Node, Topology
+from holmesjax.transport import addresses
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -56,6 +56,7 @@ def findings(
         _open_files(facts),
         _windows(topology, facts),
         _mtus(topology, facts),
+        _twins(facts),
         _run_folder(facts, needed_bytes),
     ]
     if is_rehearsal:
@@ -75,10 +76,10 @@ def _host_names(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
     for node, fact in facts.items():
         cluster = topology.cluster_of(node)
         here = fact.addresses.get(cluster.fabric, [])
-        if len(cluster.nodes) == 1 or any(address.startswith("127.") for address in here):
+        if len(cluster.nodes) == 1 or any(map(addresses.is_loopback, here)):
             continue  # nobody looks for it by its name, or all nodes are on one machine
         address = fact.resolves_to
-        if address is None or ipaddress.ip_address(address).is_loopback:
+        if address is None or addresses.is_loopback(address):
             bad[node] = f"{fact.host} resolves to {address or 'nothing'}"
     return _judge(
         "host names",
@@ -171,6 +172,18 @@ def _mtus(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
         return Finding(what="MTU", level="ok", text="the same at all ends of each network")
     fix = "set the same on all interfaces of a network: ip link set dev NAME mtu BYTES"
     return Finding(what="MTU", level="warning", text="; ".join(bad), fix=fix)
+
+
+def _twins(facts: Mapping[str, NodeFacts]) -> Finding:
+    """Asks whether each NIC of a subnet can carry its own traffic."""
+    bad = {node: ", ".join(fact.twins) for node, fact in facts.items() if fact.twins}
+    return _judge(
+        "NICs of one subnet",
+        {node: f"{names}: one of them carries the traffic of all" for node, names in bad.items()},
+        level="warning",
+        good="each carries its own traffic",
+        fix=f"sysctl -w {addresses.ARP_SYSCTL}: then connections are bound to their NIC",
+    )
 
 
 def _run_folder(facts: Mapping[str, NodeFacts], needed_bytes: float) -> Finding:

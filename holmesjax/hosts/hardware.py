@@ -25,6 +25,7 @@ from holmesjax.errors import HolmesError
 PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 LOOPBACK, IPOIB = 772, 32  # ARPHRD_* of linux/if_arp.h
 ROUTE_IS_UP = 1  # RTF_UP of linux/route.h
+REJECTS = 0x200  # RTF_REJECT
 PciPath = tuple[str, ...]  # ("pci0000:15", "0000:15:01.0", ...): host bridge, bridges, device
 
 
@@ -214,13 +215,18 @@ def _gids(port: Path) -> tuple[Gid, ...]:
 
 
 def default_routes(root: Path) -> list[str]:
-    """Reads the interfaces with an IPv4 default route, the preferred one first."""
+    """Reads the interfaces with a default route, the preferred one first; IPv4 before IPv6."""
     found = []
     for line in (_text(root / "proc/net/route") or "").splitlines()[1:]:
         name, destination, _, flags, _, _, metric, mask = line.split()[:8]
         if int(destination, 16) == int(mask, 16) == 0 and int(flags, 16) & ROUTE_IS_UP:
             found.append((int(metric), name))
-    return [name for _, name in sorted(found)]
+    for line in (_text(root / "proc/net/ipv6_route") or "").splitlines():
+        destination, length, _, _, _, six_metric, _, _, six_flags, name = line.split()
+        is_up = int(six_flags, 16) & ROUTE_IS_UP and not int(six_flags, 16) & REJECTS
+        if int(destination, 16) == int(length, 16) == 0 and is_up:
+            found.append((2**32 + int(six_metric, 16), name))
+    return list(dict.fromkeys(name for _, name in sorted(found)))
 
 
 def kernel_addresses() -> dict[str, list[str]]:

@@ -175,7 +175,7 @@ def _add_interface(found: _Variables, host: Host, fabric: str, addresses: Sequen
         interface.name
         for address in addresses
         for interface in host.interfaces
-        if address in interface.ipv4
+        if address in (*interface.ipv4, *interface.ipv6)
     ]
     names = list(dict.fromkeys(names))
     if not names:

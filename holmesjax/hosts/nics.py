@@ -47,7 +47,7 @@ class DiscoveredNic:
     rate_bytes_per_s: float | None
     port: Port | None
     interface: str | None  # that carries its IP addresses: a bond, where it is part of one
-    ipv4: tuple[str, ...]  # those that other hosts can reach
+    addresses: tuple[str, ...]  # those that other hosts can reach
     gids: tuple[Gid, ...]  # of a RoCE port: those to use, all equally good
     pci: PciPath
     numa_node: int | None
@@ -148,7 +148,7 @@ class _Classifier:
             rate_bytes_per_s=port.rate_bytes_per_s,
             port=port,
             interface=interface.name if interface else None,
-            ipv4=_reachable(interface) if interface else (),
+            addresses=_reachable(interface) if interface else (),
             gids=gids,
             pci=port.pci,
             numa_node=port.numa_node,
@@ -184,7 +184,7 @@ class _Classifier:
             rate_bytes_per_s=interface.speed_bytes_per_s,
             port=None,
             interface=interface.name,
-            ipv4=_reachable(interface),
+            addresses=_reachable(interface),
             gids=(),
             pci=interface.pci,
             numa_node=interface.numa_node,
@@ -207,7 +207,7 @@ class _Classifier:
         facts = ["Ethernet", _show_rate(interface.speed_bytes_per_s), "up"]
         facts += [interface.kind] if interface.kind != "ethernet" else []
         facts += ["default route"] if is_way_out else []
-        facts += [] if _reachable(interface) else ["no IPv4 address that other hosts reach"]
+        facts += [] if _reachable(interface) else ["no address that other hosts reach"]
         return "ethernet", ", ".join(facts)
 
     def _is_physical(self, interface: Interface) -> bool:
@@ -244,7 +244,7 @@ class _Classifier:
     def _carrier(self, name: str) -> Interface:
         """Finds the interface with the addresses: the interface itself, its bond or its bridge."""
         interface = self.interfaces[name]
-        if interface.master in self.interfaces and not interface.ipv4:
+        if interface.master in self.interfaces and not _reachable(interface):
             return self._carrier(str(interface.master))
         return interface
 
@@ -259,9 +259,12 @@ def _why_inactive(port: Port) -> str:
 
 
 def _reachable(interface: Interface) -> tuple[str, ...]:
-    """Returns the IPv4 addresses that other hosts can reach."""
-    parsed = [ipaddress.IPv4Address(address) for address in interface.ipv4]
-    return tuple(str(a) for a in parsed if not (a.is_loopback or a.is_link_local))
+    """Returns the IPv4 addresses that other hosts can reach; without any, those of IPv6."""
+    for addresses in (interface.ipv4, interface.ipv6):
+        parsed = map(ipaddress.ip_address, addresses)
+        if found := tuple(str(a) for a in parsed if not (a.is_loopback or a.is_link_local)):
+            return found
+    return ()
 
 
 def _show_rate(rate_bytes_per_s: float | None) -> str:
@@ -325,13 +328,11 @@ def choices(host: Host) -> dict[str, FabricAddresses]:
     ethernet = _ethernet(host)
     for fabric in rdma_networks():
         nics, _ = rdma_nics(host, fabric)
-        if with_address := [nic for nic in nics if nic.ipv4]:
+        if with_address := [nic for nic in nics if nic.addresses]:
             reason = "IPoIB of its ports" if fabric == "infiniband" else "those of its ports"
             found[fabric] = _choice(with_address, reason)
         elif nics and ethernet:
-            reason = (
-                f"no {FABRICS[fabric].title} port has an IPv4 address; that on Ethernet stands in"
-            )
+            reason = f"no {FABRICS[fabric].title} port has an address; that on Ethernet stands in"
             found[fabric] = FabricAddresses(
                 addresses=ethernet.addresses, interfaces=ethernet.interfaces, reason=reason
             )
@@ -342,7 +343,7 @@ def choices(host: Host) -> dict[str, FabricAddresses]:
 
 def _ethernet(host: Host) -> FabricAddresses | None:
     """Chooses the NIC with the default route, which leads to other clusters, or the fastest NIC."""
-    nics = [nic for nic in host.nics if nic.fabric in ("ethernet", "roce") and nic.ipv4]
+    nics = [nic for nic in host.nics if nic.fabric in ("ethernet", "roce") and nic.addresses]
     for name in host.default_routes:
         if routed := [nic for nic in nics if nic.interface == name]:
             return _choice(routed, "it has the default route")
@@ -354,12 +355,12 @@ def _ethernet(host: Host) -> FabricAddresses | None:
 def _choice(nics: Sequence[DiscoveredNic], reason: str) -> FabricAddresses:
     """Takes one address of each NIC, since others may move to other hosts; a bond counts once."""
     return FabricAddresses(
-        addresses=tuple(dict.fromkeys(nic.ipv4[0] for nic in nics)),
+        addresses=tuple(dict.fromkeys(nic.addresses[0] for nic in nics)),
         interfaces=tuple(dict.fromkeys(str(nic.interface) for nic in nics)),
         reason=reason,
     )
 
 
 def addresses(host: Host) -> dict[str, list[str]]:
-    """Returns the IPv4 addresses of a host by fabric, as in HOLMES_ADDRESSES."""
+    """Returns the addresses of a host by fabric, as in HOLMES_ADDRESSES."""
     return {fabric: list(choice.addresses) for fabric, choice in choices(host).items()}

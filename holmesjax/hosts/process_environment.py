@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from holmesjax.errors import REQUEUE, HolmesError
 from holmesjax.hosts import nics as discovery
 from holmesjax.hosts.nics import Host
-from holmesjax.transport import connections
+from holmesjax.transport import addresses, connections
 
 # Variables with the number of a process, of our launchers, Slurm, Open MPI, PMI and Kubernetes.
 NUMBER = (
@@ -55,11 +55,14 @@ class ProcessEnvironment:
             if number >= len(places):
                 raise _senseless(env, "HOLMES_PROCESSES", f"{number + 1} numbers, as 3,4,5")
             number = _whole(env, "HOLMES_PROCESSES", places[number])
+        address, port = controller_of(env)
+        own = _addresses(env, find_host)
+        sources = [source for found in own.values() for source in found if ":" in source]
         return cls(
             number=number,
-            controller=controller_of(env),
+            controller=(addresses.as_seen_from(address, sources[0] if sources else None), port),
             key=key_of(env),
-            addresses=_addresses(env, find_host),
+            addresses=own,
             advertised=_advertised(env),
             restart=_whole(env, "HOLMES_RESTART", env.get("HOLMES_RESTART", "0")),
         )
@@ -68,10 +71,13 @@ class ProcessEnvironment:
 def controller_of(env: Mapping[str, str]) -> tuple[str, int]:
     """The address and port of the controller. Raises HolmesError."""
     what = "the launcher's host:port"
-    address, _, port = _take(env, "HOLMES_CONTROLLER", what).rpartition(":")
-    if not address or not 0 < _whole(env, "HOLMES_CONTROLLER", port) < 2**16:
+    try:
+        address, port = addresses.parse(_take(env, "HOLMES_CONTROLLER", what).strip())
+    except ValueError:
+        raise _senseless(env, "HOLMES_CONTROLLER", what) from None
+    if not port:
         raise _senseless(env, "HOLMES_CONTROLLER", what)
-    return address, int(port)
+    return address, port
 
 
 def key_of(env: Mapping[str, str]) -> bytes:
@@ -109,7 +115,7 @@ def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[st
     found = discovery.addresses(host)
     if set(found) == {"local"}:
         nics = "; ".join(str(nic) for nic in host.nics) or "none"
-        found_text = f"not set, and no NIC of {host.name} has an IPv4 address: {nics}"
+        found_text = f"not set, and no NIC of {host.name} has an address: {nics}"
         raise _missing("HOLMES_ADDRESSES", what, found=found_text)
     return found
 

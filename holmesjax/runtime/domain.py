@@ -21,7 +21,7 @@ from holmesjax.hosts import nccl
 from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
 from holmesjax.plan.processes import Process, domain_fabric
-from holmesjax.transport import connections, tls
+from holmesjax.transport import addresses as places, connections, tls
 
 # JAX aborts the processes of a domain when one of them is lost. Ours must notice first, because its
 # message says what happened.
@@ -65,7 +65,7 @@ def choose_nics(
     """
     fabric = domain_fabric(job.topology, domain)
     here = addresses.get(fabric, ())
-    is_one_machine = any(address.startswith("127.") for address in here)
+    is_one_machine = any(places.is_loopback(address) for address in here)
     is_one_node = len({process.node for process in domain}) == 1
     if is_one_node or is_one_machine or device_kinds(job, domain) == {"cpu"}:
         return []
@@ -88,16 +88,19 @@ def hold_coordinator_port(address: str, config: DistributedConfig, stage: int) -
     Raises HolmesError if the configured port is taken.
     """
     port = config.port + stage if config.port else 0
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = None
     try:
+        family, place = next(places.resolve(address, port))
+        sock = socket.socket(family, socket.SOCK_STREAM)
         if port:  # as the coordinator does: the connections of an earlier one may linger
             connections.listen(address, port).close()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address, port))
+        sock.bind(place)
     except (HolmesError, OSError) as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         raise HolmesError(
-            f"distributed.port, {address}:{port}",
+            f"distributed.port, {places.show(address, port)}",
             f"the coordinator of stage {stage} cannot listen there",
             found=error.found if isinstance(error, HolmesError) else error.strerror,
             fix="choose another distributed.port, or 0 for any that is free",
@@ -126,7 +129,7 @@ def join(
     """
     if len(domain) > 1:
         assert coordinator is not None, "rank 0 tells where it listens"
-        address = "{}:{}".format(*coordinator)
+        address = places.show(*coordinator)
         # JAX would swallow SIGTERM and go on.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(

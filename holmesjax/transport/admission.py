@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from holmesjax.transport import connections, handshake, records, tls
+from holmesjax.transport import addresses, connections, handshake, records, tls
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.handshake import Check, RejectedError, Rejection
 from holmesjax.transport.records import Message, R, Record
@@ -78,7 +78,7 @@ class Admission(Generic[R]):
         self._may_be_plain = may_be_plain
         self._max_waiting = num_callers + STRANGERS
         self.trouble = ""  # why no call is accepted at present
-        self._where = "{}:{}".format(*connections.address_of(sock))
+        self._where = addresses.show(*connections.address_of(sock))
         self._warned: set[str] = set()
         self._waiting: dict[_Caller, None] = {}  # the oldest first; has not proved the key
         self._entering: dict[_Caller, None] = {}  # has, and not said yet that it knows
@@ -229,8 +229,8 @@ class Admission(Generic[R]):
 
     def _warn_of(self, caller: _Caller, reason: str) -> None:
         with contextlib.suppress(OSError):  # it has gone
-            host, port, *_ = caller.sock.getpeername()
-            self._warn_once(reason, f"refused a call from {host}:{port}: {reason}")
+            where = addresses.show(*addresses.of(caller.sock.getpeername()))
+            self._warn_once(reason, f"refused a call from {where}: {reason}")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

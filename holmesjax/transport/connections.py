@@ -32,7 +32,7 @@ from typing import Any, Generic
 
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.files import regular_files
-from holmesjax.transport import handshake, records, tls
+from holmesjax.transport import addresses, handshake, records, tls
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
 from holmesjax.transport.tls import TlsSocket
@@ -180,15 +180,19 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
     Raises HolmesError if the address is not of this machine, or the port is taken.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = None
     try:
-        sock.bind((address, port))
-    except (OSError, OverflowError) as error:  # the latter for a port above 65,535
-        sock.close()
-        found = error.strerror if isinstance(error, OSError) else error
+        family, place = next(addresses.resolve(address, port))
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        addresses.bind(sock, place)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        found = error.strerror
         fix = "choose another port" if port else "name an address of this machine"
-        raise HolmesError(f"{address}:{port}", "cannot listen here", found=found, fix=fix) from None
+        where = addresses.show(address, port)
+        raise HolmesError(where, "cannot listen here", found=found, fix=fix) from None
     sock.listen(BACKLOG)
     return sock
 
@@ -206,7 +210,7 @@ def listen_in(address: str, ports: tuple[int, int] | None) -> socket.socket:
         except HolmesError as error:
             refused = error
     if ports[0] < ports[1]:
-        refused.where = f"{address}:{ports[0]} to {ports[1]}"
+        refused.where = f"{addresses.show(address, ports[0])} to {ports[1]}"
         refused.fix = "make distributed.ports wider, or end what listens there"
     raise refused
 
@@ -221,8 +225,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 def address_of(sock: socket.socket) -> tuple[str, int]:
     """Returns the address and the port of a listening socket."""
-    address, port = sock.getsockname()
-    return address, port
+    return addresses.of(sock.getsockname())
 
 
 def connect(
@@ -256,6 +259,7 @@ def connect(
       RefusedError: one of the two ends refuses the other, and both hold the key.
     """
     deadline_s = time.monotonic() + timeout_s
+    place = addresses.show(address, port)
     stranger = ""  # what was heard without the key
     for attempt in itertools.count():
         talk = handshake.call(key, hello, expected, check, where)
@@ -272,11 +276,11 @@ def connect(
             heard = str(error) or type(error).__name__
             if is_stranger := not isinstance(error, OSError):
                 if not stranger:
-                    text = f"{where}: {address}:{port} answers without the key of this job: {heard}"
+                    text = f"{where}: {place} answers without the key of this job: {heard}"
                     warn(f"{text}; trying again for {timeout_s:g} s")
                 stranger = heard
             if time.monotonic() >= deadline_s:
-                raise _unanswered(where, f"{address}:{port}", timeout_s, heard, stranger) from None
+                raise _unanswered(where, place, timeout_s, heard, stranger) from None
             pause_s = STRANGER_PAUSE_S if is_stranger else pause_after(attempt)
             time.sleep(min(pause_s, max(deadline_s - time.monotonic(), 0.0)))
     raise AssertionError("the last call returns or raises")
@@ -332,12 +336,8 @@ def call(
       ValueError, RecursionError: it is a stranger.
       RefusedError: one of the two ends refuses the other, and both hold the key.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = _open(address, port, source, deadline_s)
     try:
-        sock.settimeout(max(deadline_s - time.monotonic(), 0.01))
-        if source is not None:
-            sock.bind((source, 0))
-        sock.connect((address, port))
         prepare(sock)
         within_s = min(deadline_s, time.monotonic() + NONCE_TIMEOUT_S)
         challenge = _receive(sock, HELLO_LIMIT_BYTES, within_s)
@@ -348,6 +348,30 @@ def call(
     except BaseException:
         sock.close()
         raise
+
+
+def _open(address: str, port: int, source: str | None, deadline_s: float) -> socket.socket:
+    """Connects with the first address behind a name that can be connected with."""
+    problem: OSError = OSError(f"{address} has no address of the family of {source}")
+    places = list(addresses.resolve(addresses.as_seen_from(address, source), port))
+    own = list(addresses.resolve(source, 0)) if source is not None else []
+    for tried, (family, place) in enumerate(places):
+        if own and family != own[0][0]:
+            continue
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A place that drops packets leaves time for those behind it.
+            left_s = (deadline_s - time.monotonic()) / (len(places) - tried)
+            sock.settimeout(max(left_s, 0.01))
+            if own:
+                addresses.bind(sock, own[0][1])
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            problem = error
+            continue
+        return sock
+    raise problem
 
 
 def _introduce(

@@ -10,7 +10,6 @@ same of itself. If the process that does not call has lost a connection, it asks
 calls, and hangs up. A port that refuses tells both that the other process has died.
 """
 
-import ipaddress
 import itertools
 import secrets
 import threading
@@ -28,7 +27,7 @@ from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.plan.processes import Process, fabric_between
 from holmesjax.topology import windows
 from holmesjax.topology.machines import Topology
-from holmesjax.transport import connections, handshake, records
+from holmesjax.transport import addresses, connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import CALL_S, Again, Position
@@ -119,9 +118,9 @@ class Ports:
     def book(self) -> dict[str, list[tuple[str, int]]]:
         """Addresses and ports at which others reach this process, by fabric."""
         found = self.own
-        for fabric, addresses in self._advertised.items():
+        for fabric, outside in self._advertised.items():
             ports = [port for _, port in found[fabric]]
-            found[fabric] = list(zip(addresses, ports, strict=True))
+            found[fabric] = list(zip(outside, ports, strict=True))
         return found
 
     def close(self) -> None:
@@ -174,7 +173,7 @@ class Rendezvous:
             return False
         fabric = fabric_between(self.topology, self.me, peer)
         ends = [_nics(book[end.number], end, fabric) for end in (self.me, peer)]
-        return not all(_is_loopback(address) for end in ends for address, _ in end)
+        return not all(addresses.is_loopback(address) for end in ends for address, _ in end)
 
     def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
         """The number of connections with a process, over the network of their link.
@@ -512,13 +511,6 @@ class Meeting:
                 older.close()
             self._calls[way] = connection
             self._changed.notify_all()
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # the name of a host
-        return False
 
 
 def between(source: Process, target: Process) -> str:

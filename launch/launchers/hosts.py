@@ -22,6 +22,7 @@ from holmesjax.files import places, schema, yaml_files
 from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology.fabrics import ClusterFabric
 from holmesjax.topology.machines import Topology
+from holmesjax.transport import addresses as network_addresses
 from launch.launchers.variables import wrong_names
 
 Name = Annotated[str, Field(min_length=1, strict=True)]
@@ -50,7 +51,7 @@ class HostEntry(ReachEntry):
 
     node: Name  # its name in the topology
     ssh: Name | None = None  # HOST or USER@HOST, as for `ssh`; None: the name of the node
-    addresses: dict[ClusterFabric, tuple[Name, ...]] = field(default_factory=dict)  # IPv4, of NICs
+    addresses: dict[ClusterFabric, tuple[Name, ...]] = field(default_factory=dict)  # of NICs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,9 +159,12 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
         for fabric, addresses in host.addresses.items():
             for j, address in enumerate(addresses):
                 keys = ("hosts", i, "addresses", fabric, j)
-                if not _is_ipv4(address):
-                    fix = "write an address such as 10.0.0.4"
-                    yield document.mistake(keys, "is no IPv4 address", found=address, fix=fix)
+                if not network_addresses.is_of_one_host(address):
+                    fix = "write an address such as 10.0.0.4, fd00::4 or fe80::4%eth0"
+                    problem = "is no address of a host"
+                    if network_addresses.needs_scope(address):
+                        problem = "is link-local, and lacks its interface behind %"
+                    yield document.mistake(keys, problem, found=address, fix=fix)
                 elif address in addresses[:j]:
                     fix = "remove one of the two"
                     yield document.mistake(keys, "is there twice", found=address, fix=fix)
@@ -169,14 +173,6 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
                     fix = "correct one of the two"
                     problem = "is the address of another node"
                     yield document.mistake(keys, problem, found=found, fix=fix)
-
-
-def _is_ipv4(text: str) -> bool:
-    try:
-        address = ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return not (address.is_unspecified or address.is_multicast or text == "255.255.255.255")
 
 
 def _destination_makes_sense(

@@ -184,7 +184,7 @@ def _launcher(
         "command": [options.python, "-m", "launch", "train", f"{SETTINGS_DIR}/{CONFIG}"],
         "args": [
             "--launcher=external",
-            f"--listen=$(HOLMES_POD_IP):{options.port}",
+            f"--listen=[$(HOLMES_POD_IP)]:{options.port}",
             *([f"--max-restarts={max_restarts}"] if max_restarts is not None else []),
             *(f"--allow={names}" for names in allow),
         ],

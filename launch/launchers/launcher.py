@@ -5,7 +5,6 @@ A launcher is a class with the methods of `Launcher`, and a row of `table`.
 
 import contextlib
 import io
-import ipaddress
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.plan.processes import Process
+from holmesjax.transport import addresses, connections
 from launch.programs import not_started
 
 KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
@@ -81,16 +81,16 @@ class Launcher(Protocol):
 def parse_listen(listen: str) -> tuple[str, int]:
     """Returns the address and the port of `--listen HOST[:PORT]`; without a port, 0.
 
-    >>> parse_listen("10.0.0.1:7000"), parse_listen("10.0.0.1")
-    (('10.0.0.1', 7000), ('10.0.0.1', 0))
+    >>> parse_listen("10.0.0.1:7000"), parse_listen("[fd00::1]:7000"), parse_listen("fd00::1")
+    (('10.0.0.1', 7000), ('fd00::1', 7000), ('fd00::1', 0))
     """
-    address, colon, port = listen.partition(":")
-    number = int(port) if port.isdecimal() else 0
-    if address in ("", "0.0.0.0") or (colon and not 0 < number < 65536):
-        problem = "must be one address of this machine that all nodes reach, and may have a port"
-        fix = "write --listen 10.0.0.1:7000, say"
-        raise ConfigError("--listen", problem, found=listen, fix=fix)
-    return address, number
+    with contextlib.suppress(ValueError):
+        address, port = addresses.parse(listen)
+        if not addresses.is_ip(address) or addresses.is_of_one_host(address):
+            return address, port
+    problem = "must be one address of this machine that all nodes reach, and may have a port"
+    fix = "write --listen 10.0.0.1:7000, or --listen [fd00::1]:7000, say"
+    raise ConfigError("--listen", problem, found=listen, fix=fix)
 
 
 def own_address(hosts: Mapping[str, str]) -> str:
@@ -102,15 +102,16 @@ def own_address(hosts: Mapping[str, str]) -> str:
     sources: dict[str, str] = {}  # address of this machine -> a host that it leads to
     for node, host in hosts.items():
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # sends nothing: only finds the route
-                sources.setdefault(probe.getsockname()[0], host)
+            family, place = next(addresses.resolve(host, 9))
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(place)  # sends nothing: only finds the route
+                sources.setdefault(connections.address_of(probe)[0], host)
         except (OSError, UnicodeError, TypeError) as error:  # also of what is no name of a host
             fix = "correct its name, or the DNS; --listen HOST spares the question"
             problem = f"no way to the host {host} is known here"
             raise ConfigError(f"node {node}", problem, found=error, fix=fix) from None
     # Others do not reach this machine where it reaches itself.
-    outside = [source for source in sources if not ipaddress.ip_address(source).is_loopback]
+    outside = [source for source in sources if not addresses.is_loopback(source)]
     if len(outside) > 1:
         found = "; ".join(f"{source} to {sources[source]}" for source in outside)
         problem = "this machine reaches the hosts from several addresses"

@@ -32,6 +32,7 @@ from holmesjax.hosts.doctor import Finding
 from holmesjax.job import Job
 from holmesjax.plan.plan import Axis
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes
+from holmesjax.transport import addresses
 from launch import writable_outputs
 from launch.launchers import table
 from launch.launchers.agents import ANSWER_S, Agents
@@ -166,7 +167,7 @@ def _coordinators(job: Job, agents: Agents, facts: Mapping[str, NodeFacts]) -> I
                 yield Finding(
                     what="distributed.port",
                     level="problem",
-                    text=f"{address}:{port} on {process.node}: {answer.found}",
+                    text=f"{addresses.show(address, port)} on {process.node}: {answer.found}",
                     fix="choose another distributed.port, or 0 for any that is free",
                 )
 

@@ -74,7 +74,7 @@ def _row(nic: DiscoveredNic) -> tuple[str, ...]:
         nic.fabric or "-",
         units.show(nic.rate_bytes_per_s, "b/s") if nic.rate_bytes_per_s else "-",
         nic.interface or "-",
-        " ".join(nic.ipv4) or "-",
+        " ".join(nic.addresses) or "-",
         _numa(nic.numa_node),
         _nearest(nic),
         nic.reason,

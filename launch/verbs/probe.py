@@ -46,6 +46,7 @@ from holmesjax.topology.machines import (
     name_of,
 )
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
+from holmesjax.transport import addresses
 from holmesjax.transport.rendezvous import streams_over
 from holmesjax.units import show
 from launch import writable_outputs
@@ -315,7 +316,7 @@ class _Session:
         joins = {
             node: Join(
                 fabric=cluster.fabric,
-                coordinator=f"{address}:{free.port}",
+                coordinator=addresses.show(address, free.port),
                 num_nodes=len(nodes),
                 rank=rank,
                 on_cpu=self._on_cpu or kinds == {"cpu"},

@@ -61,6 +61,7 @@ def node(address, gpu, nics):
         nics=nics,
         mtu_bytes={"local": [65536], "ethernet": [1500]},
         addresses={"local": ["127.0.0.1"], "ethernet": [address]},
+        twins=[],
     )
 
 

@@ -353,10 +353,14 @@ WRONG = [
     ("{node: c, ssh: 'one:2222'}", "is nothing that ssh can connect to", "and the rest in port"),
     ("{node: c, ssh: 'one '}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
     ("{node: c, ssh: me@-oX=y}", "is nothing that ssh can connect to", "HOST or USER@HOST"),
-    ("{node: c, addresses: {roce: [224.0.0.1]}}", "is no IPv4 address", "found: 224.0.0.1"),
+    ("{node: c, addresses: {roce: [224.0.0.1]}}", "is no address of a host", "found: 224.0.0.1"),
     ("{node: c, addresses: {roce: [10.0.0.9, 10.0.0.9]}}", "roce[1]: is there twice", "10.0.0.9"),
     ("{node: c, addresses: {roce: [10.0.0.1]}}", "is the address of another node", "as b-0"),
-    ("{node: c, addresses: {roce: [one]}}", "addresses.roce[0]: is no IPv4 address", "found: one"),
+    (
+        "{node: c, addresses: {roce: [one]}}",
+        "addresses.roce[0]: is no address of a host",
+        "found: one",
+    ),
     (
         "{node: c, addresses: {rose: [10.0.0.9]}}",
         "addresses.rose: must be one of",
