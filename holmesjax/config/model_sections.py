@@ -158,8 +158,8 @@ class Fp8Config:
 class ExpertsConfig:
     """The experts of layers of the kind expert_block. A router sends each token to some of them."""
 
-    count: Count  # experts of a layer
-    active: Count  # experts that each token goes to
+    count: Count = 8  # experts of a layer
+    active: Count = 2  # experts that each token goes to
     width: Wide | None = None  # width inside an expert. None: mlp_width
     # Width inside a feed-forward that all tokens pass beside the experts. None: there is none.
     shared_width: Wide | None = None

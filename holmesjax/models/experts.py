@@ -130,7 +130,10 @@ def _auxiliary(
         losses["expert_balance"] = jnp.sum(share_BLE * load_E[None, None])
     if settings.router_z_loss:
         losses["router_z"] = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
-    metrics = {"expert_peak_load": load_E.max(), "idle_experts": jnp.sum(load_E == 0)}
+    metrics = {
+        "expert_peak_load": load_E.max(),
+        "idle_experts": jnp.where(mean > 0, jnp.sum(load_E == 0), 0),
+    }
     share = B * L / num_expert_blocks(context.model)
     return {
         "losses": losses,
