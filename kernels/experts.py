@@ -94,11 +94,6 @@ class _Static(NamedTuple):
     capacity: int | None  # slots of an expert for each sequence; None: dropless
     shards: Shards | None
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether several devices share the width of an expert."""
-        return self.shards is not None and self.shards.count("F") > 1
-
 
 def experts_feed_forward(
     activation: str,
@@ -213,9 +208,7 @@ def _local_backward(
     weight_S = _weights_in_slots(weight_BLk, slot_BLk, num_slots)
     dhidden = _products(static, dy_SD, w_out, expert_n, is_turned=True).astype(jnp.float32)
     hidden, pullback = jax.vjp(functools.partial(_activate, static), inner)
-    dweight_S = jnp.sum(dhidden * hidden, -1)
-    if static.is_cut:
-        dweight_S = jax.lax.psum(dweight_S, static.shards.spec("F")[0])
+    dweight_S = _over_width(static, jnp.sum(dhidden * hidden, -1))
     dweight = jnp.take(dweight_S, slot_BLk, mode="fill", fill_value=0)
     [dinner] = materialize(pullback(dhidden * weight_S[:, None]))
     first, *rest = (
@@ -301,8 +294,15 @@ def _from_slots(static: _Static, x_SD: jax.Array, slot_BLk: jax.Array) -> jax.Ar
     """The sum over a token's choices, [B, L, D], of devices that share the width of experts too."""
     take = functools.partial(jnp.take, x_SD, axis=0, mode="fill", fill_value=0)
     parts = [take(slot_BLk[..., j]).astype(jnp.float32) for j in range(slot_BLk.shape[-1])]
-    y_BLD = sum(parts[1:], parts[0]).astype(x_SD.dtype)
-    return jax.lax.psum(y_BLD, static.shards.spec("F")[0]) if static.is_cut else y_BLD
+    return _over_width(static, sum(parts[1:], parts[0]).astype(x_SD.dtype))
+
+
+def _over_width(static: _Static, x: jax.Array) -> jax.Array:
+    """The sum over devices that share the width of experts."""
+    if static.shards is None or static.shards.count("F") == 1:
+        return x
+    total: jax.Array = jax.lax.psum(x, static.shards.spec("F")[0])
+    return total
 
 
 # ---- products of groups --------------------------------------------------------------------------
