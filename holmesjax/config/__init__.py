@@ -20,9 +20,11 @@ from holmesjax.config.files import (
     where_set,
 )
 from holmesjax.config.model_sections import (
+    EXPERT_BLOCK,
     LORA_TARGETS,
     TABLE,
     WINDOW_BLOCK,
+    ExpertsConfig,
     Fp8Config,
     LoraConfig,
     LoraPattern,
@@ -53,6 +55,7 @@ __all__ = [
     "AUTO",
     "BYTES",
     "CHECKOUT",
+    "EXPERT_BLOCK",
     "LORA_TARGETS",
     "MIXTURE",
     "PYTHON_STDLIB",
@@ -63,6 +66,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DistributedConfig",
+    "ExpertsConfig",
     "Fp8Config",
     "KernelsConfig",
     "LogConfig",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from holmesjax.config.mistakes import multiples, wrong
 from holmesjax.config.model_sections import (
     ALL_LINEAR,
+    EXPERT_BLOCK,
     GATED,
     LORA_TARGETS,
     WINDOW_BLOCK,
@@ -131,6 +132,42 @@ def windows_have_a_width(model: ModelConfig) -> Iterator[ConfigError]:
         yield wrong("model.window", problem, model.window, fix)
 
 
+def experts_are_whole(model: ModelConfig) -> Iterator[ConfigError]:
+    experts = model.experts
+    if experts is None:
+        if EXPERT_BLOCK in model.pattern:
+            problem, fix = f"is missing: {EXPERT_BLOCK} needs it", "add count and active"
+            yield wrong("model.experts", problem, "nothing", fix)
+        return
+    if EXPERT_BLOCK not in model.pattern:
+        problem = f"is only for layers of the kind {EXPERT_BLOCK}"
+        fix = f"remove it, or add {EXPERT_BLOCK} to model.pattern"
+        yield wrong("model.experts", problem, "a section", fix)
+    if model.biases == "all":
+        problem = f"must be none or qkv for layers of the kind {EXPERT_BLOCK}"
+        yield wrong("model.biases", problem, model.biases, "use qkv")
+    if experts.count % experts.groups:
+        problem = f"must divide model.experts.count = {experts.count}"
+        fix = f"use {math.gcd(experts.count, experts.groups)}"
+        yield wrong("model.experts.groups", problem, experts.groups, fix)
+        return
+    if experts.active_groups > experts.groups:
+        problem = f"must be at most model.experts.groups = {experts.groups}"
+        fix = f"use {experts.groups}"
+        yield wrong("model.experts.active_groups", problem, experts.active_groups, fix)
+        return
+    each = experts.count // experts.groups
+    if experts.groups > 1 and each < 2:
+        problem = "must leave two experts in each group, by which groups are chosen"
+        fix = f"use {max(1, experts.count // 2)} or fewer"
+        yield wrong("model.experts.groups", problem, experts.groups, fix)
+    if experts.active > each * experts.active_groups:
+        where = "model.experts.count" if experts.groups == 1 else "the groups that a token chooses"
+        problem = f"must be at most the {each * experts.active_groups} experts of {where}"
+        fix = f"use {each * experts.active_groups}"
+        yield wrong("model.experts.active", problem, experts.active, fix)
+
+
 def lora_targets_are_there(model: ModelConfig) -> Iterator[ConfigError]:
     if (lora := model.lora) is None:
         return
@@ -171,6 +208,7 @@ def fp8_is_for_whole_training(model: ModelConfig) -> Iterator[ConfigError]:
 
 OF_TRANSFORMERS = (
     "pattern",
+    "experts",
     "window",
     "hf",
     "lora",

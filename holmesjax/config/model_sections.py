@@ -29,6 +29,7 @@ from holmesjax.files import schema
 
 PRESET = "preset"  # in section `model`: a file of configs/models/, for what the section leaves out
 WINDOW_BLOCK = "window_block"  # the kind of layer that `model.window` is for
+EXPERT_BLOCK = "expert_block"  # the kind of layer that `model.experts` is for
 History = Annotated[int, Field(ge=1, le=4096, strict=True)]
 Activation = Literal["gelu", "gelu_erf", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
@@ -154,6 +155,36 @@ class Fp8Config:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class ExpertsConfig:
+    """The experts of layers of the kind expert_block. A router sends each token to some of them."""
+
+    count: Count = 8  # experts of a layer
+    active: Count = 2  # experts that each token goes to
+    width: Wide | None = None  # width inside an expert. None: mlp_width
+    # Width inside a feed-forward that all tokens pass beside the experts. None: there is none.
+    shared_width: Wide | None = None
+    # Scores of experts: a softmax over all of them, or a sigmoid of each.
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: Flag = True  # whether the scores of a token's experts are divided by their sum
+    scale: Positive = 1.0  # factor of the scores by which the results of experts are added up
+    groups: Count = (
+        1  # groups of equal size of which a token chooses some before it chooses experts
+    )
+    active_groups: Count = 1  # groups that a token chooses, by the sum of their two best scores
+    # Weight of the load-balancing loss (arXiv:2101.03961), with the loads of the whole global batch
+    # of the step before.
+    balance_loss: NonNegative = 0.0
+    router_z_loss: NonNegative = 0.0  # weight of logsumexp(logits of the router)^2
+    # With u, a number of each expert is added to its score for the choice alone. After a step, it
+    # is u more where the expert had less than the mean load, and u less where more
+    # (arXiv:2408.15664). 0: there are no such numbers.
+    bias_rate: NonNegative = 0.0
+    # Slots of an expert for a sequence, over those of an even load. Tokens that find none pass
+    # that expert by. None: no token is left out.
+    capacity_factor: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModelConfig:
     """A decoder-only Transformer.
 
@@ -193,9 +224,10 @@ class ModelConfig:
     z_loss_multiplier: NonNegative = 0.0
     scaled_embedding: Flag = False  # whether token vectors are multiplied by sqrt(width)
     tied_embeddings: Flag = False  # whether the output projection is the token table
-    # Kinds of the Transformer layers, a pattern that repeats: block, window_block, or a kind of
-    # your own, as module:function.
+    # Kinds of the Transformer layers, a pattern that repeats: block, window_block, expert_block, or
+    # a kind of your own, as module:function.
     pattern: KindsInTurns = ("block",)
+    experts: ExpertsConfig | None = None  # of layers of the kind expert_block
     window: Count | None = None  # keys that a query of a window_block sees, its own included
     # A model of your own, as module:function. The function returns its layers, and may read any
     # setting of this section. num_layers counts the layers between the first and the last.

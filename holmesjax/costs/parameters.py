@@ -193,7 +193,8 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     """Parameters of the model, and those of them that one token uses.
 
     A table that two layers share counts once. A token uses a share of the weights of a sparse layer
-    (`Parameter.active_share`), and of others all; an embedding counts as a whole.
+    (`Parameter.active_share`), and of others all; an embedding counts as a whole. What a step
+    changes without a gradient is of the training, and does not count.
 
     >>> parameter_counts(ModelConfig(
     ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16, mlp_width=8,
@@ -202,12 +203,9 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     """
     counts = (1, *block_counts(model), 1)
     pairs = list(zip(counts, kinds(model).in_order, strict=True))
-    active = sum(
-        n * parameter.size() * parameter.active_share
-        for n, kind in pairs
-        for parameter in kind.parameters
-    )
-    return sum(n * kind.size() for n, kind in pairs), round(active)
+    rows = [(n, own) for n, kind in pairs for own in kind.parameters if not own.changes]
+    active = sum(n * parameter.size() * parameter.active_share for n, parameter in rows)
+    return sum(n * parameter.size() for n, parameter in rows), round(active)
 
 
 def stage_parameters(model: ModelConfig, stage: StageShape) -> Sizes:

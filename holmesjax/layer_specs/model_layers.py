@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from holmesjax.config import ModelConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layer_specs import fp8, lora, transformer
+from holmesjax.layer_specs import experts, fp8, lora, transformer
 from holmesjax.layer_specs.frozen import freeze
 from holmesjax.layer_specs.kind import Kind
 
@@ -22,6 +22,7 @@ KINDS: dict[str, Callable[[ModelConfig], Kind]] = {
     "embed": transformer.embed_spec,
     "block": transformer.block_spec,
     "window_block": transformer.window_block,
+    "expert_block": experts.expert_block,
     "head": transformer.head_spec,
 }
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.errors import ConfigError
-from holmesjax.layer_specs.kind import PARTS_DIM, Attention, Parameter
+from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Attention, Parameter
 from holmesjax.plan.plan import Axis
 from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_choice import (
@@ -44,6 +44,7 @@ from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule
 from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
+from kernels.experts import capacity_rows, experts_feed_forward, largest, router_logits
 from kernels.fp8 import (
     Coded,
     coded,
@@ -90,6 +91,7 @@ __all__ = [
     "add_bias",
     "attention",
     "cached_attention",
+    "capacity_rows",
     "capped",
     "changed_if",
     "choose_attention",
@@ -99,11 +101,13 @@ __all__ = [
     "cross_entropy",
     "delayed_scale",
     "embedding",
+    "experts_feed_forward",
     "factors",
     "feed_forward",
     "fp8_linears",
     "fp8_of_activation",
     "from_parts",
+    "largest",
     "later_maxima",
     "layer_norm",
     "linear",
@@ -116,6 +120,7 @@ __all__ = [
     "rotate",
     "round_moment",
     "round_parameter",
+    "router_logits",
     "rule_of",
     "separate",
     "to_parts",
@@ -152,7 +157,7 @@ class Kernels:
         has = lambda *axes: tuple(axis.value for axis in axes if axis in self.mesh.shape)
         heads = has(Axis.TENSOR)
         parts = ("B", has(Axis.CONTEXT, Axis.FSDP)), ("D", has(Axis.FSDP, Axis.CONTEXT))
-        axes_of = (*parts, ("H", heads), ("G", heads), ("V", heads))
+        axes_of = (*parts, *((dim, heads) for dim in TENSOR_DIMS))
         return Shards(self.mesh, axes_of, Axis.CONTEXT.value if self.context > 1 else None)
 
     @property

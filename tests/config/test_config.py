@@ -133,7 +133,8 @@ FLOATS = list(_floats(configs.Config))
 def test_a_number_that_no_training_and_no_clock_survives_is_refused(run_file, value):
     assert len(FLOATS) >= 38
     for name in FLOATS:
-        found = refused(run_file(), [f"{name}={value}"])
+        whole = ["model.pattern=[expert_block]"] if name.startswith("model.experts") else []
+        found = refused(run_file(), [f"{name}={value}", *whole])
         [problem] = [own for where, own, *_ in found if where == f"override {name}={value}"]
         words = ("must be at ", "must be more than 0", "must be a finite number", "must be less")
         assert problem.startswith(words), name

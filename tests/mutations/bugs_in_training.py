@@ -4,6 +4,30 @@ from tests.mutations.bug import Bug
 
 TRAINING = (
     Bug(
+        name="weight-of-a-choice-left-out",
+        module="kernels.experts",
+        old="hidden_SF = _activate(static, inner) * weight_S[:, None]",
+        new="hidden_SF = _activate(static, inner) * (weight_S > 0)[:, None]",
+        wrong="the results of a token's experts are added up without their weights",
+        tests=("tests/kernels/test_experts.py",),
+    ),
+    Bug(
+        name="capacity-off-by-one",
+        module="kernels.experts",
+        old="is_in = place_BLk < static.capacity",
+        new="is_in = place_BLk < static.capacity - 1",
+        wrong="the last slot of each expert stays empty",
+        tests=("tests/kernels/test_experts.py",),
+    ),
+    Bug(
+        name="balance-of-each-microbatch",
+        module="holmesjax.models.experts",
+        old="load_E = before_E / jnp.where(mean > 0, mean, 1.0)",
+        new="load_E = count_E / count_E.mean()",
+        wrong="the loss depends on the number of replicas and the size of a microbatch",
+        tests=("tests/runtime/test_expert_steps.py::test_no_plan_changes_a_step",),
+    ),
+    Bug(
         name="tasks-without-a-limit",
         module="holmesjax.runtime.pipeline",
         old="while queue and not self._in_flight[s].is_full() and self._is_ready(s, queue[0]):",

@@ -1,0 +1,102 @@
+"""Experts against a loop over tokens in float64 NumPy, and their gradients by themselves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.experts import experts_feed_forward, router_logits
+
+B, L, K, E, D, F = 2, 24, 2, 4, 8, 12
+RNG = np.random.default_rng(0)
+X_BLD, DY_BLD = RNG.standard_normal((2, B, L, D))
+WEIGHT_BLK = RNG.random((B, L, K))
+W_IN, W_OUT = tuple(RNG.standard_normal((2, E, D, F))), RNG.standard_normal((E, F, D))
+
+
+def random_choices():
+    return np.array([[RNG.permutation(E)[:K] for _ in range(L)] for _ in range(B)])
+
+
+# The choices of all tokens. Blocks have 8 rows: no expert below has a multiple of them.
+CHOICES = {
+    "random": random_choices(),
+    "two empty groups": np.where(random_choices()[..., :1] % 2, [3, 1], [1, 3]),
+    "one group": np.tile([2, 0], (B, L, 1)),
+}
+
+
+def silu(u):
+    return u / (1 + np.exp(-u))
+
+
+def by_tokens(choice_BLk, is_in_BLk):
+    """The sum over choices, and its gradients, token by token."""
+    y, dx = np.zeros((B, L, D)), np.zeros((B, L, D))
+    dweight = np.zeros((B, L, K))
+    dgate, dup, ddown = np.zeros((E, D, F)), np.zeros((E, D, F)), np.zeros((E, F, D))
+    for b, t, j in np.ndindex(B, L, K):
+        if not is_in_BLk[b, t, j]:
+            continue
+        e, x, dy, weight = choice_BLk[b, t, j], X_BLD[b, t], DY_BLD[b, t], WEIGHT_BLK[b, t, j]
+        gate, up = x @ W_IN[0][e], x @ W_IN[1][e]
+        hidden = silu(gate) * up
+        y[b, t] += weight * hidden @ W_OUT[e]
+        dweight[b, t, j] = dy @ (hidden @ W_OUT[e])
+        ddown[e] += weight * np.outer(hidden, dy)
+        dhidden = weight * W_OUT[e] @ dy
+        share = 1 / (1 + np.exp(-gate))
+        of_gate = dhidden * up * share * (1 + gate * (1 - share))
+        of_up = dhidden * silu(gate)
+        dx[b, t] += W_IN[0][e] @ of_gate + W_IN[1][e] @ of_up
+        dgate[e] += np.outer(x, of_gate)
+        dup[e] += np.outer(x, of_up)
+    return y, (dx, dweight, (dgate, dup), ddown)
+
+
+def places(choice_BLk):
+    """How many choices of the same expert come before each in its sequence."""
+    found = np.zeros((B, L, K), int)
+    for b in range(B):
+        seen = dict.fromkeys(range(E), 0)
+        for t, j in np.ndindex(L, K):
+            found[b, t, j] = seen[choice_BLk[b, t, j]]
+            seen[choice_BLk[b, t, j]] += 1
+    return found
+
+
+@pytest.mark.parametrize("capacity", [None, 9])
+@pytest.mark.parametrize("name", CHOICES)
+def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity):
+    choice_BLk = CHOICES[name]
+    is_in = places(choice_BLk) < (capacity or L * K)
+    assert is_in.all() == (capacity is None)
+    wanted, gradients = by_tokens(choice_BLk, is_in)
+
+    @jax.jit
+    def run(x, weight, w_in, w_out, dy):
+        of = lambda x, weight, w_in, w_out: experts_feed_forward(
+            "swiglu", x, jnp.asarray(choice_BLk), weight, w_in, w_out, capacity=capacity
+        )
+        y, pullback = jax.vjp(of, x, weight, w_in, w_out)
+        return y, pullback(dy)
+
+    arrays = jax.tree.map(np.float32, (X_BLD, WEIGHT_BLK, W_IN, W_OUT, DY_BLD))
+    y, got = run(*arrays)
+    for one, want in zip(
+        jax.tree.leaves((y, got)), jax.tree.leaves((wanted, gradients)), strict=True
+    ):
+        np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-4)
+    for e in set(range(E)) - set(choice_BLk[is_in].tolist()):
+        assert not any(np.any(one[e]) for one in (*got[2], got[3])), f"expert {e} has no token"
+
+
+def test_a_router_multiplies_in_float32_what_is_in_bfloat16():
+    x_BLD, w_DE = np.float32(X_BLD), np.float32(W_IN[0][0])
+    x_BLD = np.asarray(jnp.asarray(x_BLD, jnp.bfloat16).astype(jnp.float32))
+    logits, pullback = jax.vjp(router_logits, jnp.asarray(x_BLD, jnp.bfloat16), w_DE)
+    np.testing.assert_allclose(logits, np.float64(x_BLD) @ w_DE, rtol=1e-5, atol=1e-5)
+    dx, dw = pullback(logits)
+    assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
+    wanted = np.einsum("bld,blf->df", np.float64(x_BLD), np.float64(logits))
+    np.testing.assert_allclose(dw, wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,226 @@
+"""Layers with experts: routing against NumPy, and whole steps that no plan changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from holmesjax.config import ExpertsConfig
+from holmesjax.errors import ConfigError
+from holmesjax.layer_specs.model_layers import layers
+from holmesjax.models.experts import changed, experts
+from holmesjax.models.layer import Context, apply, init_params, merged, split_by, statements
+from holmesjax.runtime.compilation import compile_chunks
+from holmesjax.runtime.pipeline import make_runner
+from holmesjax.runtime.timeline import Clock
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
+from tests.one_device import RTOL, SEED, assert_near, step_inputs
+
+BALANCE, Z_LOSS = 0.05, 0.01
+MIXTRAL = ExpertsConfig(count=4, active=2, width=24, balance_loss=BALANCE, router_z_loss=Z_LOSS)
+DEEPSEEK = ExpertsConfig(
+    count=8,
+    active=3,
+    width=16,
+    shared_width=24,
+    scores="sigmoid",
+    scale=2.5,
+    groups=4,
+    active_groups=2,
+    bias_rate=0.05,
+    capacity_factor=1.0,
+)
+
+
+def model_of(settings, **changes):
+    pattern = ("block", "expert_block")
+    own = {"activation": "swiglu", "norm": "rms_norm", "mlp_width": 48, "pattern": pattern}
+    return make_model(**{**own, **changes}, experts=settings)
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+def published_weights(logits_E, bias_E, settings):
+    """The weight of each expert for one token, by the published rules, in float64."""
+    if settings.scores == "softmax":
+        scores = np.exp(logits_E - logits_E.max())
+        scores /= scores.sum()
+    else:
+        scores = 1 / (1 + np.exp(-logits_E))
+    for_choice = scores + bias_E
+    if settings.groups > 1:
+        groups = for_choice.reshape(settings.groups, -1)
+        best = np.sort(groups, -1)[:, -2:].sum(-1)
+        kept = np.argsort(-best, kind="stable")[: settings.active_groups]
+        left_out = np.setdiff1d(np.arange(settings.groups), kept)
+        groups = groups.copy()
+        groups[left_out] = -np.inf
+        for_choice = groups.reshape(-1)
+    chosen = np.argsort(-for_choice, kind="stable")[: settings.active]
+    weights = np.zeros_like(scores)
+    weights[chosen] = scores[chosen]
+    if settings.normalized:
+        weights /= weights.sum()
+    return settings.scale * weights
+
+
+ROUTINGS = {
+    "Mixtral": MIXTRAL,
+    "not normalized": dataclasses.replace(MIXTRAL, normalized=False),
+    "DeepSeek": dataclasses.replace(DEEPSEEK, capacity_factor=None),
+}
+
+
+@pytest.mark.parametrize("settings", ROUTINGS.values(), ids=ROUTINGS)
+def test_routing_is_the_published_one(settings):
+    """Some tokens have equal scores of all experts: the first ones are chosen."""
+    rng, model = np.random.default_rng(1), model_of(settings)
+    kind = layers(model)["block_001"]
+    E, D, F = settings.count, model.width, settings.width
+    x = rng.standard_normal((2, 16, D)).astype(np.float32)
+    x[0, :3] = 0
+    down = rng.standard_normal((E, F, D)).astype(np.float32)
+    gate, up = rng.standard_normal((2, E, D, F)).astype(np.float32)
+    router = rng.standard_normal((D, E)).astype(np.float32)
+    steps = np.float32(np.arange(E) % 3)
+    params = {"gate_EDF": gate, "up_EDF": up, "down_EFD": down}
+    params["router"] = {"weight_DE": router, "count_E": np.ones(E, np.float32)}
+    if settings.bias_rate:
+        params["router"]["steps_E"] = steps
+    context = Context(model=model, kind=kind, position_L=np.arange(16))
+    y, auxiliary = jax.jit(experts)(params, x, context)
+    counts, squares = np.zeros(E), 0.0
+    for b, t in np.ndindex(2, 16):
+        token = np.float64(x[b, t])
+        logits = token @ router
+        weights = published_weights(logits, settings.bias_rate * steps, settings)
+        counts += weights > 0
+        squares += np.log(np.exp(logits).sum()) ** 2
+        wanted = np.zeros(D)
+        for e in np.flatnonzero(weights):
+            inner = token @ gate[e]
+            wanted += weights[e] * (inner / (1 + np.exp(-inner)) * (token @ up[e])) @ down[e]
+        np.testing.assert_allclose(y[b, t], wanted, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(auxiliary["sums"]["router/count_E"], counts)
+    if settings.router_z_loss:
+        assert float(auxiliary["losses"]["router_z"]) == pytest.approx(squares, rel=1e-5)
+
+
+def test_a_balanced_load_has_the_loss_1_and_biases_go_towards_it():
+    """The hand-made case of four tokens: loads of all four together are even."""
+    share = np.float32(
+        [
+            [[0.4, 0.3, 0.2, 0.1], [0.5, 0.2, 0.2, 0.1]],
+            [[0.1, 0.2, 0.3, 0.4], [0.1, 0.1, 0.4, 0.4]],
+        ]
+    )
+    settings = dataclasses.replace(MIXTRAL, bias_rate=1e-3)
+    model = model_of(settings, width=4, num_heads=1, head_dim=4)
+    kind = layers(model)["block_001"]
+    zeros = np.zeros((4, 4, 24), np.float32)
+    params = {"gate_EDF": zeros, "up_EDF": zeros, "down_EFD": zeros.swapaxes(1, 2)}
+    for load, wanted in ((np.ones(4), 4.0), (np.float32([2, 2, 0, 0]), 3.8), (np.zeros(4), 0.0)):
+        router = {"weight_DE": np.eye(4, dtype=np.float32), "count_E": np.float32(load)}
+        params["router"] = router | {"steps_E": np.zeros(4, np.float32)}
+        context = Context(model=model, kind=kind, position_L=np.arange(2))
+        _, found = experts(params, jnp.log(share), context)
+        assert float(found["losses"]["expert_balance"]) == pytest.approx(wanted, rel=1e-6)
+        np.testing.assert_array_equal(found["sums"]["router/count_E"], 2)
+    old = {"router/count_E": jnp.zeros(4), "router/steps_E": jnp.zeros(4)}
+    new = changed(old, dict.fromkeys(old, jnp.array([8.0, 0.0, 4.0, 4.0])))
+    np.testing.assert_array_equal(new["router/steps_E"], [-1, 1, 0, 0])
+    np.testing.assert_array_equal(new["router/count_E"], [8, 0, 4, 4])
+
+
+# ---- whole steps ---------------------------------------------------------------------------------
+
+
+def plain_loss(trained, fixed, model, inputs):
+    """The loss that a step lowers; what it reports; what changes without a gradient."""
+    num_targets = jnp.sum(inputs["target_BL"] >= 0)
+    x, sums, after = None, {}, {}
+    arrays = {"position_L": jnp.arange(model.context_length)}
+    arrays |= {name: inputs[name] for name in ("token_BL", "target_BL")}
+    for layer in layers(model):
+        own = fixed.get(layer, {})
+        x, auxiliary = apply(layer, model, merged(trained[layer], own), x, **arrays)
+        for name, value in {**auxiliary.losses, **auxiliary.metrics}.items():
+            sums[name] = sums.get(name, 0.0) + value
+        if own:
+            old = {f"router/{name}": array for name, array in own["router"].items()}
+            new = changed(old, auxiliary.sums)
+            after[layer] = {"router": {name[len("router/") :]: x for name, x in new.items()}}
+    found = {name: value / num_targets for name, value in {"loss": x, **sums}.items()}
+    weights = {name: weight for kind in layers(model).values() for name, weight in kind.losses}
+    total = found["loss"] + sum(weight * found[name] for name, weight in weights.items())
+    return total, (found, after)
+
+
+@functools.cache
+def plain_steps(model):
+    """Two steps by gradient descent, so that the second has the loads of the first."""
+    whole = init_params(model, SEED)
+    both = {layer: split_by(statements(model)[layer], whole[layer]) for layer in whole}
+    trained = {layer: own for layer, (own, _) in both.items()}
+    fixed = {layer: own for layer, (_, own) in both.items() if own}
+    run = jax.jit(jax.value_and_grad(plain_loss, has_aux=True), static_argnums=2)
+    found = []
+    for _ in range(2):
+        (_, (values, fixed)), gradient = run(trained, fixed, model, step_inputs(8, 0))
+        found.append((values, gradient, fixed))
+    return found
+
+
+MODELS = {"Mixtral": model_of(MIXTRAL), "DeepSeek": model_of(DEEPSEEK)}
+PLANS = {
+    "one program": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
+    "two stages": hand_made_plan((3, 1), (2, 1), (1, 2), fsdp=(1, 2), microbatches=2),
+    "split backward": hand_made_plan(
+        (2, 2), (1, 2), (2, 1), fsdp=(2, 1), microbatches=2, schedule="zero_bubble"
+    ),
+    "context": hand_made_plan((4,), 1, 2, context=2, microbatches=2, checkpointing="dots"),
+}
+
+
+OFTEN = {("one program", "Mixtral"), ("split backward", "DeepSeek"), ("context", "DeepSeek")}
+EVERY = [
+    pytest.param(
+        *(plan, name),
+        marks=() if (plan, name) in OFTEN else pytest.mark.exhaustive,
+        id=f"{plan}, {name}",
+    )
+    for plan in PLANS
+    for name in MODELS
+]
+
+
+@pytest.mark.parametrize("plan_name, name", EVERY)
+def test_no_plan_changes_a_step(plan_name, name):
+    """Parameters stay as they are: the first moment is the gradient, and loads change alone."""
+    model, plan = MODELS[name], PLANS[plan_name]
+    if plan_name == "context" and model.experts.capacity_factor is not None:
+        with pytest.raises(ConfigError, match="capacity_factor"):
+            compile_chunks(make_chunks(model, plan))
+        return
+    made = make_chunks(model, plan)
+    still = dataclasses.replace(made[0].optimizer.config, learning_rate=1e-30)
+    made = make_chunks(model, plan, config=still)
+    runner = make_runner(plan, made, evaluates=False)
+    states, clock = runner.init(SEED), Clock(len(plan.stages))
+    for step, (wanted, gradient, after) in enumerate(plain_steps(model)):
+        inputs = put(runner, step_inputs(8, 0))
+        states, found = runner.train_step(states, inputs, clock.timeline())
+        for what, value in wanted.items():
+            assert float(found[what]) == pytest.approx(float(value), rel=RTOL), (step, what)
+        for state in states:
+            for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
+                want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
+                assert_near(got, want, RTOL, f"{step} {path}")
+            for layer, own in state.fixed.items():
+                for what, array in own["router"].items():
+                    np.testing.assert_array_equal(array, after[layer]["router"][what], what)
+    clock.close()
