@@ -85,7 +85,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """What islands exchange every few steps."""
+    """The exchange of islands every few steps."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -75,7 +75,7 @@ def kept_leaves(tree: Tree, is_kept: Callable[[str], bool]) -> Tree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outer:
-    """What an island keeps between meetings, of the parameters that it owns: float32, as masters.
+    """The state of an island between meetings, of what it owns: float32, cut as masters.
 
     Both trees have a dict for each layer of the chunk, also for one of which it owns nothing.
     """
