@@ -143,7 +143,7 @@ def make_chunks(
         Chunk(
             model=config.model,
             plan=place.plan,
-            index=place.index,
+            index=place.chunk,
             mesh=meshes[place.stage],
             optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
             compute_dtype=config.train.compute_dtype,
@@ -169,7 +169,7 @@ class _Place(NamedTuple):
     """The place of a chunk in its pipeline, and of that in the plan of the run."""
 
     plan: Plan  # of its pipeline
-    index: int
+    chunk: int  # of its pipeline
     stage: int  # of the run
     island: int | None
     before: int

@@ -4,6 +4,7 @@ Each island has the runner that a run of its plan would have. What the loop of t
 takes has all of them: the states one island after the other, the batch in parts.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,15 +30,15 @@ OneIsland = Pipeline | WholeStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandsInputs:
+class IslandsInputs(Inputs):
     """A batch in parts: one for each island, or, in a validation, all for the first island."""
 
     parts: Sequence[Inputs]
 
-    @property
-    def num_targets(self) -> int:
-        """Tokens of the whole batch that count in its loss."""
-        return sum(part.num_targets for part in self.parts)
+
+def _joined_inputs(parts: Sequence[Inputs]) -> IslandsInputs:
+    num_targets = sum(part.num_targets for part in parts)
+    return IslandsInputs(num_targets=num_targets, microbatches={}, parts=parts)
 
 
 class IslandsPlacer:
@@ -53,13 +54,12 @@ class IslandsPlacer:
         if isinstance(what, Step):
             whats = [Step(what.first_sequence + k * size, size) for k in range(count)]
             pairs = zip(self._placers, whats, strict=True)
-            return IslandsInputs(parts=[placer.make(batches, own) for placer, own in pairs])
+            return _joined_inputs([placer.make(batches, own) for placer, own in pairs])
         number, index = divmod(what.index, batches.num_validation)
         parts = replace(batches, global_batch=size, num_validation=count * batches.num_validation)
         first = number * parts.num_validation + index * count
         placer = self._placers[0]
-        made = [placer.make(parts, Validation(first + k)) for k in range(count)]
-        return IslandsInputs(parts=made)
+        return _joined_inputs([placer.make(parts, Validation(first + k)) for k in range(count)])
 
 
 class IslandsRunner:
@@ -103,11 +103,12 @@ class IslandsRunner:
     def train_step(
         self,
         states: Sequence[ChunkState],
-        inputs: IslandsInputs,
+        inputs: Inputs,
         timeline: Timeline,
         meanwhile: OverlappedWork = BUSY,
     ) -> tuple[list[ChunkState], Metrics]:
         """A step of each island on its part of the batch, and a meeting where one is due."""
+        assert isinstance(inputs, IslandsInputs), inputs
         new: list[list[ChunkState]] = []
         found = []
         last = len(self._runners) - 1
@@ -124,14 +125,16 @@ class IslandsRunner:
             new = self._meeting.meet(new, self._done)
         return _joined(new), _mean(found)
 
-    def evaluate(self, states: Sequence[ChunkState], inputs: IslandsInputs) -> Any:
+    def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> Any:
         """Sum of the losses of a batch's tokens, by the weights of the first island.
 
         They are the global weights: a validation comes after a meeting.
         """
+        assert isinstance(inputs, IslandsInputs), inputs
         own = [replace(state, outer=None) for state in self._split(states)[0]]
         runner = self._runners[0]
-        return sum(float(runner.evaluate(own, part)) for part in inputs.parts)  # type: ignore[arg-type]
+        losses = [runner.evaluate(own, part) for part in inputs.parts]
+        return math.fsum(float(loss) for loss in losses if loss is not None)
 
     def take_link_bytes(self) -> dict[str, int]:
         """The bytes that crossed each link since the last call, within islands and between."""

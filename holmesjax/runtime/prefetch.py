@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -162,6 +162,13 @@ class Validation:
     index: int
 
 
+class Maker(Protocol):
+    """A placer, as a feed knows it."""
+
+    def make(self, batches: Batches, what: Step | Validation) -> Inputs:
+        """Makes a batch of a run, and puts it on the devices."""
+
+
 class Feed:
     """Batches in the order in which they will be taken; a context manager.
 
@@ -175,7 +182,7 @@ class Feed:
     def __init__(
         self,
         batches: Batches,
-        placer: Placer,
+        placer: Maker,
         order: Iterator[Step | Validation],
         timeout_s: float,
     ):
