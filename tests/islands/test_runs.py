@@ -76,7 +76,7 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     end = saved(tmp_path / "whole")  # after a meeting
     for name in [name for name in end if name.startswith("params.")]:
         assert end[name] == end[f"island_0.{name}"] == end[f"island_1.{name}"]
-    assert main(["generate", str(tmp_path / "whole"), "--prompt", "a", "--tokens", "2"]) == 0
+    assert main(["generate", str(tmp_path / "whole"), "--prompt", "a", "--max-tokens", "2"]) == 0
     capsys.readouterr()
 
 
