@@ -22,6 +22,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config
 from holmesjax.data.batches import Batches
 from holmesjax.errors import FatalError, SpikeError
+from holmesjax.islands.runner import IslandsRunner
 from holmesjax.layer_specs.model_layers import auxiliary_names
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
@@ -34,6 +35,7 @@ from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.timeline import Clock, Timeline
 from holmesjax.runtime.whole_step import WholeStep
 
+Runner = Pipeline | WholeStep | IslandsRunner
 MAX_HELD = 8  # steps that are told together, if a busy machine sees their ends at once
 
 
@@ -85,7 +87,7 @@ class TrainingLoop:
     """
 
     config: Config
-    runner: Pipeline | WholeStep
+    runner: Runner
     batches: Batches
     clock: Clock
     writer: writing.Writer

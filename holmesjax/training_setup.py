@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ from holmesjax.data import cluster_paths, sources
 from holmesjax.data.batches import INPUTS, Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import DataError
+from holmesjax.islands.runner import IslandsRunner, make_islands
 from holmesjax.job import Job
 from holmesjax.layer_specs.kind import BatchArray
 from holmesjax.layer_specs.model_layers import layers
@@ -26,13 +27,13 @@ from holmesjax.models import ops
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.learning_rates import step_tokens
 from holmesjax.optimizers.optimizer import make_optimizer
+from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
-from holmesjax.runtime.pipeline import Pipeline, make_runner
+from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.timeline import Clock
-from holmesjax.runtime.whole_step import WholeStep
-from holmesjax.training_loop import TrainingLoop
+from holmesjax.training_loop import Runner, TrainingLoop
 from holmesjax.transport.local import Transport
 
 
@@ -69,10 +70,13 @@ class TrainingSetup:
         connect: Callable[[], Transport] | None = None,
         compiled: Callable[[], None] = lambda: None,
         waits_for: Callable[[str], None] = lambda text: None,
-    ) -> Pipeline | WholeStep:
+    ) -> Runner:
         """Compiles the chunks; the arguments are those of `make_runner`."""
         train, began_s = self._job.config.train, time.perf_counter()
-        runner = make_runner(
+        make = functools.partial(
+            make_islands, parallel=self._job.config.parallel, steps=train.steps
+        )
+        runner = (make if self._job.plan.islands else make_runner)(
             self._job.plan,
             self._chunks,
             evaluates=train.eval_every > 0,
@@ -86,7 +90,7 @@ class TrainingSetup:
 
     def restore(
         self,
-        runner: Pipeline | WholeStep,
+        runner: Runner,
         checkpoint: Checkpoint | None,
         drawn: Callable[[], None] = lambda: None,
     ) -> None:
@@ -96,11 +100,13 @@ class TrainingSetup:
             if checkpoint
             else runner.init(self._job.config.train.seed, drawn)
         )
+        if isinstance(runner, IslandsRunner):
+            self._states = runner.begin(self._states, checkpoint.step if checkpoint else 0)
 
     def loop(
         self,
         make: Callable[..., TrainingLoop],
-        runner: Pipeline | WholeStep,
+        runner: Runner,
         writer: writing.Writer,
     ) -> TrainingLoop:
         """Makes the loop, which alone has the states from now on.
@@ -136,9 +142,9 @@ def make_chunks(
     return [
         Chunk(
             model=config.model,
-            plan=job.plan,
-            index=index,
-            mesh=meshes[stage],
+            plan=place.plan,
+            index=place.chunk,
+            mesh=meshes[place.stage],
             optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
             compute_dtype=config.train.compute_dtype,
             param_dtype=config.train.param_dtype,
@@ -151,10 +157,33 @@ def make_chunks(
             kernels=config.kernels,
             seed=config.train.seed,
             unproven=unproven,
+            island=place.island,
+            before=place.before,
         )
-        for index, (stage, _) in enumerate(job.plan.chunks)
-        if stage in meshes
+        for place in _places(job.plan)
+        if place.stage in meshes
     ]
+
+
+class _Place(NamedTuple):
+    """The place of a chunk in its pipeline, and of that in the plan of the run."""
+
+    plan: Plan  # of its pipeline
+    chunk: int  # of its pipeline
+    stage: int  # of the run
+    island: int | None
+    before: int
+
+
+def _places(plan: Plan) -> Iterator[_Place]:
+    """Yields the place of each chunk; with islands, one island after the other."""
+    first_stage = before = 0
+    for number, pipeline in enumerate(plan.pipelines):
+        island = number if plan.islands else None
+        for index, (stage, _) in enumerate(pipeline.chunks):
+            yield _Place(pipeline, index, first_stage + stage, island, before)
+        first_stage += len(pipeline.stages)
+        before += len(pipeline.chunks)
 
 
 def _spike_rule(train: TrainConfig) -> SpikeRule | None:

@@ -38,6 +38,7 @@ PLACES = [
     "holmesjax.job",
     "holmesjax.runtime",
     "holmesjax.checkpoints",
+    "holmesjax.islands",
     "holmesjax.report",
     "holmesjax.callbacks",
     "holmesjax.training_loop",

@@ -28,7 +28,7 @@ from holmesjax.layer_specs.kind import Parameter
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import merged, split_trained, stated, statements
 from holmesjax.runtime import spikes
-from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
+from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, Outer, kept_leaves
 from holmesjax.runtime.weight_average import Average
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
@@ -43,6 +43,26 @@ def key_of(path: tuple) -> str:
 
 def flatten(state: Any) -> Arrays:
     return {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def saved_name(chunk: Chunk, key: str) -> str:
+    """The name in a checkpoint of an array of a chunk's state.
+
+    With islands, `params` are the global weights, which their owners have; all else but what does
+    not train is of one island.
+    """
+    if chunk.island is None or key.startswith("outer.momentum."):
+        return key
+    if key.startswith("outer.weights."):
+        return key.replace("outer.weights.", "params.", 1)
+    if key.startswith("fixed.") and chunk.island == 0:
+        return key
+    return f"island_{chunk.island}.{key}"
+
+
+def has_islands(checkpoint: Checkpoint) -> bool:
+    """Whether islands have written it."""
+    return any(key.startswith("island_") for key in checkpoint.manifest["arrays"])
 
 
 def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]:
@@ -89,10 +109,25 @@ def _average_shapes(params: Any) -> Average:
     return Average(jax.ShapeDtypeStruct((), "int32"), params)
 
 
+def _restore_island(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
+    """The state of a chunk of an island, as the same island has written it."""
+    shapes, known = chunk.state_shapes, checkpoint.manifest["arrays"]
+    part = manifest.part_name(chunk.number)
+    is_owned = lambda key: known.get(f"outer.momentum.{key}", {}).get("part") == part
+    owned = kept_leaves(shapes.params, is_owned)
+    whole = dataclasses.replace(shapes, outer=Outer(owned, owned))
+    state: ChunkState = _restore_tree(checkpoint, whole, functools.partial(saved_name, chunk))
+    return state
+
+
 def parts_of(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> set[str]:
     """The names of the parts that `restore` reads for these stages, as far as they are known."""
     known = checkpoint.manifest["arrays"]
-    keys = {key for chunk in chunks for key in flatten(_writer(checkpoint, chunk).state_shapes)}
+    keys = {
+        saved_name(chunk, key)
+        for chunk in chunks
+        for key in flatten(_writer(checkpoint, chunk).state_shapes)
+    }
     return {known[key]["part"] for key in keys & known.keys()}
 
 
@@ -110,6 +145,8 @@ def _writer(checkpoint: Checkpoint, chunk: Chunk) -> Chunk:
 
 
 def _restore_state(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
+    if chunk.island is not None and has_islands(checkpoint):
+        return _restore_island(checkpoint, chunk)
     writer = _writer(checkpoint, chunk)
     written = writer.optimizer
     shapes, own = writer.state_shapes, chunk.state_shapes
@@ -261,9 +298,11 @@ def _show(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _restore_tree(checkpoint: Checkpoint, shapes: Any) -> Any:
+def _restore_tree(
+    checkpoint: Checkpoint, shapes: Any, name_of: Callable[[str], str] = lambda key: key
+) -> Any:
     """Reads every array of a tree of shapes from the part that has it, with its sharding."""
-    wanted = flatten(shapes)
+    wanted = {name_of(key): x for key, x in flatten(shapes).items()}
     known = checkpoint.manifest["arrays"]
     part_of = {key: known[key]["part"] for key in wanted}
     arrays: Arrays = {}

@@ -21,7 +21,7 @@ from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
+from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, OuterConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
 from holmesjax.files import json_text, schema
@@ -56,6 +56,7 @@ ALLOWABLE = (
     "model.z_loss_multiplier",
 )
 OPTIMIZER = ("optimizer.name", "optimizer.function")  # which arrays there are
+ISLANDS = ("parallel.across", "parallel.islands")  # which arrays there are, too
 # Which files are read, how, and of which split they are.
 FILES = (
     *("data.corpus", "data.source", "data.pattern", "data.validation_fraction"),
@@ -273,6 +274,7 @@ def find(
     for what, never in (
         ("model", [c for c in changes if c.name.startswith("model.") and c.name not in allowable]),
         ("optimizer", [c for c in changes if c.name in OPTIMIZER and start.step]),
+        ("set of islands", [c for c in changes if c.name in ISLANDS and start.step]),
     ):
         if never:
             raise CheckpointError(
@@ -354,6 +356,11 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         found["model"]["lora"] = own
     if (fp8 := found["model"]["fp8"]) is not None:
         found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
+    if (parallel := job.config.parallel).has_islands:
+        outer = dataclasses.asdict(parallel.outer or OuterConfig())
+        clusters = [[stage.cluster for stage in own.stages] for own in job.plan.islands]
+        names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
+        found["parallel"] = {**names, "outer": outer}
     found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
     return {**found, "versions": jobs.versions()}
 
@@ -390,6 +397,8 @@ def names_of(allow: str | Iterable[str]) -> list[str]:
 
 def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
     saved, wanted = checkpoint.settings, settings(job)
+    if "parallel" in saved and "parallel" not in wanted:
+        yield Change("parallel.across", saved["parallel"]["across"], job.config.parallel.across)
     for section, values in wanted.items():
         for name, now in values.items():
             own = saved.get(section, {})

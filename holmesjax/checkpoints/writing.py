@@ -14,7 +14,7 @@ from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax.checkpoints import digests, manifest
 from holmesjax.checkpoints.orbax_errors import reason, silence_orbax
-from holmesjax.checkpoints.restoring import CHUNK_BYTES, Arrays, flatten
+from holmesjax.checkpoints.restoring import CHUNK_BYTES, Arrays, flatten, saved_name
 from holmesjax.config import ModelConfig
 from holmesjax.files import whole_files
 from holmesjax.layer_specs.model_layers import EMBED, layers
@@ -29,7 +29,7 @@ def owned(chunk: Chunk, state: ChunkState) -> Arrays:
     arrays = flatten(state)
     if chunk.borrows_table:
         arrays = {key: x for key, x in arrays.items() if f".{EMBED}." not in key}
-    return arrays
+    return {saved_name(chunk, key): x for key, x in arrays.items()}
 
 
 def save_layers(
@@ -178,7 +178,7 @@ class Writer:
         for chunk, state, checkpointer in zip(
             self._chunks, states, self._checkpointers, strict=True
         ):
-            part, mine = manifest.part_name(chunk.index), owned(chunk, state)
+            part, mine = manifest.part_name(chunk.number), owned(chunk, state)
             arrays |= _described(mine, part)
             with self._failing(step):
                 checkpointer.save(path / part, args=_in_chunks(mine), force=True)
@@ -199,8 +199,8 @@ class Writer:
         files: manifest.Files = {}
         with self._failing(step):
             for chunk in self._chunks:
-                files |= manifest.files_of(path, chunk.index)
-                whole_files.sync_below(path / manifest.part_name(chunk.index))
+                files |= manifest.files_of(path, chunk.number)
+                whole_files.sync_below(path / manifest.part_name(chunk.number))
             for folder in (path, path.parent):  # the names, too, before the manifest says so
                 whole_files.sync(folder)
         if not self._is_failing:

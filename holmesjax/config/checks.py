@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from holmesjax.config import data_checks, model_checks, parallel_checks, training_checks
+from holmesjax.config import (
+    data_checks,
+    island_checks,
+    model_checks,
+    parallel_checks,
+    training_checks,
+)
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import Check, wrong
 from holmesjax.config.model_sections import ModelConfig
@@ -94,6 +100,8 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         parallel_checks.every_chunk_has_a_layer,
         parallel_checks.chunks_are_for_interleaving,
         parallel_checks.split_backwards_compute_nothing_again,
+        island_checks.settings_are_for_islands,
+        island_checks.clusters_are_of_one_island,
     ),
     ("optimizer",): (
         training_checks.optimizer_is_possible,
@@ -129,7 +137,11 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         parallel_checks.context_cuts_evenly,
         parallel_checks.own_sequences_are_whole,
     ),
-    ("train", "parallel"): (parallel_checks.microbatches_are_equal,),
+    ("train", "parallel"): (
+        parallel_checks.microbatches_are_equal,
+        island_checks.training_suits_islands,
+    ),
+    ("optimizer", "parallel"): (island_checks.islands_have_no_average,),
     ("train", "optimizer"): (training_checks.validated_average_is_kept,),
     ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),
     ("train", "optimizer", "kernels"): (training_checks.kernel_has_adamw,),

@@ -29,6 +29,7 @@ from holmesjax.files import schema
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
 AUTO = "auto"
+MEETS_EVERY = 50  # steps from one meeting of islands to the next, if a run does not say
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=MOST_S, allow_inf_nan=False, strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
 Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
@@ -39,6 +40,10 @@ Encrypt = Literal["auto", "always", "never"]
 Checkpointing = Literal["none", "dots", "full"]
 Schedule = Annotated[str, schema.OneOf(SCHEDULES)]
 ClusterOfEachStage = Annotated[tuple[Text, ...], Field(min_length=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
+Islands = Annotated[
+    tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)
+]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -76,6 +81,15 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class OuterConfig:
+    """The step that islands take together when they meet, from the mean of their weights."""
+
+    rate: Positive = 0.7  # by which the global weights follow; 1: all the way, without momentum
+    momentum: Momentum = 0.9  # the share of the steps before that a step goes on with
+    nesterov: Flag = True  # whether the momentum is Nesterov's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParallelConfig:
     """The division of a step over devices. The planner chooses each setting that is None."""
 
@@ -93,9 +107,26 @@ class ParallelConfig:
     # The part of a forward that its backward computes again. none: nothing. dots: all but matrix
     # products. full: all.
     activation_checkpointing: Checkpointing | None = None
+    # What clusters do together. pipeline: one replica of the model, or several, that meet in every
+    # step. local_updates: islands, which train replicas on their own and meet every few steps.
+    across: Literal["pipeline", "local_updates"] = "pipeline"
+    # The clusters of each island, as [[a, b], [c]]. None: each cluster is an island.
+    islands: Islands | None = None
+    every: Count | None = None  # steps from one meeting of islands to the next. None: 50
+    outer: OuterConfig | None = None  # the step of a meeting. None: its defaults
 
     def __post_init__(self) -> None:
         refuse_mistakes(parallel=self)
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether clusters are islands."""
+        return self.across == "local_updates"
+
+    @property
+    def meets_every(self) -> int:
+        """Steps from one meeting of islands to the next."""
+        return self.every or MEETS_EVERY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

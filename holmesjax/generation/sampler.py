@@ -334,7 +334,9 @@ def _planned(run_dir: str | Path) -> list[ModelPart]:
     kinds, count = topology.device_kinds, topology.num_devices
     platforms.use_devices(kinds, count, rehearse=job.config.run.rehearse)
     meshes = build_meshes(plan, jax.devices())
-    return [ModelPart(layers=names, mesh=meshes[stage]) for stage, names in plan.chunks]
+    return [
+        ModelPart(layers=names, mesh=meshes[stage]) for stage, names in plan.pipelines[0].chunks
+    ]
 
 
 def refuse_own(model: ModelConfig) -> None:

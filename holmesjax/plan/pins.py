@@ -11,6 +11,8 @@ from holmesjax.config import ParallelConfig
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.units import show
 
+# Settings that say what a run does, and no choices of the planner's.
+NO_PINS = ("across", "islands", "every", "outer")
 LEAST_SHARE = 0.0005  # of a step, to be worth a word
 WIDTH = 110  # of a line
 
@@ -24,6 +26,7 @@ def pins(parallel: ParallelConfig) -> dict[str, Value]:
     {'stages': 2, 'schedule': '1f1b'}
     """
     values = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
+    values = {name: value for name, value in values.items() if name not in NO_PINS}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -84,8 +84,23 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """The exchange of islands every few steps."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    every: int  # steps from one meeting to the next
+    bytes: tuple[float, ...]  # that each island sends in a meeting, and receives
+    seconds: float  # predicted, in which all islands wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How one model trains on one topology."""
+    """How one model trains on one topology.
+
+    With islands, `stages` has those of all islands, one island after the other, and the numbers of
+    the whole are those of the slowest island.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -107,6 +122,13 @@ class Plan:
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
     queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
     exception: str = ""  # which stages lie in several clusters, and why, where any do
+    islands: tuple["Plan", ...] = ()  # the plan of each island; none: the plan is one pipeline
+    meeting: Meeting | None = None  # of the islands
+
+    @property
+    def pipelines(self) -> tuple["Plan", ...]:
+        """The plans of the islands, or this plan where it has none."""
+        return self.islands or (self,)
 
     @property
     def num_chunks(self) -> int:
@@ -140,10 +162,12 @@ class Plan:
     def simulate(self) -> Simulation | None:
         """The tasks of a step as they are predicted to run; None where nothing was predicted.
 
+        None, too, where the plan has islands, each of which has tasks of its own.
+
         It has the tasks before a stage's first task, and no other task that comes once in a step.
         """
         stages = [s.task_seconds for s in self.stages if s.task_seconds is not None]
-        if len(stages) < len(self.stages):
+        if len(stages) < len(self.stages) or self.islands:
             return None
         in_order = lambda name: [
             getattr(stage, name)[chunk] for chunk in range(self.num_chunks) for stage in stages
@@ -216,7 +240,12 @@ class Plan:
 
 def _to_dict(plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json")
-    for name in ("pipes", "queues", "idle_because"):
+    return _without_empty(values)
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    values["islands"] = [_without_empty(island) for island in values["islands"]]
+    for name in ("pipes", "queues", "idle_because", "islands", "meeting"):
         if not values[name]:
             del values[name]  # so a plan without any has the hash that it always had
     return values
@@ -245,15 +274,25 @@ def _damaged(where: str, problem: str, found: object) -> PlanError:
 
 
 def _refuse_contradictions(plan: Plan, where: str) -> None:
+    devices = [device for stage in plan.stages for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        raise _damaged(where, "every device belongs to one stage only", devices)
+    if plan.islands:
+        for i, island in enumerate(plan.islands):
+            if island.islands:
+                raise _damaged(where, f"islands.{i} must be one pipeline", "islands in it")
+            _refuse_contradictions(island, f"{where}: islands.{i}")
+        if plan.stages != tuple(stage for island in plan.islands for stage in island.stages):
+            raise _damaged(where, "its stages must be those of its islands", "others")
+        if plan.meeting is None or len(plan.meeting.bytes) != len(plan.islands):
+            raise _damaged(where, "meeting must have the bytes of each island", plan.meeting)
+        return
     _refuse_impossible_schedule(plan, where)
     _refuse_missing_seconds(plan, where)
     _refuse_impossible_queues(plan, where)
     layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
     if layers != layer_names(len(layers) - 2):
         raise _damaged(where, "the stages must hold every layer once, in model order", layers)
-    devices = [device for stage in plan.stages for device in stage.devices]
-    if len(set(devices)) < len(devices):
-        raise _damaged(where, "every device belongs to one stage only", devices)
     for i, stage in enumerate(plan.stages):
         if math.prod(stage.mesh.values()) != len(stage.devices):
             sizes = " * ".join(map(str, stage.mesh.values()))
@@ -321,6 +360,8 @@ def describe(
       kind_of: the kind of each Transformer layer by its name, where a model has several kinds.
       is_pinned: whether the run sets a part of it, and so which plans were compared (`pins`).
     """
+    if plan.islands:
+        return _describe_islands(plan, kind_of, is_pinned)
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     sequences = plan.global_batch // plan.microbatches
     shares = ", ".join(f"{name} {share:.1%}" for name, share in plan.shares.items())
@@ -363,6 +404,23 @@ def describe(
         *_tensor_over_network(plan),
         *([f"  exception {plan.exception}"] if plan.exception else []),
     ]
+
+
+def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: bool) -> list[str]:
+    assert plan.meeting is not None, "islands have a meeting"
+    meeting, texts = plan.meeting, [show(sent, "B") for sent in plan.meeting.bytes]
+    exposed_s = meeting.seconds / meeting.every
+    lines = [
+        f"plan {plan.hash()}: {_count(len(plan.islands), 'island')}, which train on their own and "
+        f"meet every {_count(meeting.every, 'step')}, on topology {plan.topology}",
+        f"  meeting   islands send {', '.join(texts)}, and all wait {show(meeting.seconds, 's')}",
+        f"  step      {show(plan.step_time_s, 's')} predicted: {show(exposed_s, 's')} of it "
+        "for the meeting, the rest in the slowest island",
+    ]
+    for number, island in enumerate(plan.islands):
+        own = describe(island, kind_of, is_pinned=is_pinned)
+        lines += [f"  island {number}, {own[0]}", *(f"  {line}" for line in own[1:])]
+    return lines
 
 
 def _tensor_over_network(plan: Plan) -> list[str]:

@@ -107,6 +107,13 @@ def explain(
     usable_memory: float = USABLE_MEMORY,
 ) -> Explanation:
     """The best plans and what is behind them. Raises PlanError as `planner.make_plan`."""
+    if config.parallel.has_islands:
+        raise PlanError(
+            "--explain",
+            "explains one pipeline, and none of islands so far",
+            found="parallel.across: local_updates",
+            fix="leave it out, or set parallel.across to pipeline",
+        )
     say("the best plans")
     problem, found = find(config, topology, usable_memory=usable_memory)
     chosen = found.best[0]

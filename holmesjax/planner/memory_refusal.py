@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from holmesjax.errors import PlanError
 from holmesjax.plan import device_pool, pins
@@ -162,7 +163,7 @@ def _milder_settings(problems: Sequence[Problem]) -> str | None:
     parallel = problems[0].config.parallel
     set_here = [name for name in FREED if getattr(parallel, name) is not None]
     without = lambda names: [
-        problem.set_to(dataclasses.replace(parallel, **dict.fromkeys(names)))
+        problem.set_to(dataclasses.replace(parallel, **dict[str, Any].fromkeys(names)))
         for problem in problems
     ]
     free = without(set_here)

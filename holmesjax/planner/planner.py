@@ -22,6 +22,7 @@ from holmesjax.plan import pins
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.islands import plan_islands
 from holmesjax.planner.memory_refusal import (
     fits_after_all,
     least_memory,
@@ -75,6 +76,9 @@ def make_plans(
     Returns the two plans; the second is None if it is not asked for, if no setting is pinned, or if
     the search without pins finds none.
     """
+    if config.parallel.has_islands:
+        plan_one = functools.partial(make_plan, say=say, usable_memory=usable_memory)
+        return plan_islands(config, topology, plan_one, usable_memory), None
     with_pins, without = _find_both(config, topology, say, usable_memory, compares)
     plan = lambda problem, found: as_plan(problem, found.best[0], found.bound_s, found.best)
     return plan(*with_pins), None if without is None else plan(*without)
@@ -98,6 +102,8 @@ def make_changed_plan(
 
     Raises PlanError as `make_plan`.
     """
+    if config.parallel.has_islands:
+        return make_plan(config, changed, say, usable_memory)
     now, best = find(config, topology, say, usable_memory)
     then, found = find(config, changed, say, usable_memory)
     again = timed_again(now, best, changed) if config.plan == PlanConfig() else None

@@ -58,6 +58,32 @@ def widened(params: Tree) -> Tree:
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
+def kept_leaves(tree: Tree, is_kept: Callable[[str], bool]) -> Tree:
+    """A tree with some of its leaves, by their names "block_000.up_DF"; dicts stay, if empty."""
+
+    def kept(name: str, own: Tree) -> Tree:
+        names = {key: f"{name}.{key}" if name else key for key in own}
+        return {
+            key: kept(names[key], x) if isinstance(x, dict) else x
+            for key, x in own.items()
+            if isinstance(x, dict) or is_kept(names[key])
+        }
+
+    return kept("", tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outer:
+    """The state of an island between meetings, of what it owns: float32, cut as masters.
+
+    Both trees have a dict for each layer of the chunk, also for one of which it owns nothing.
+    """
+
+    weights: Tree  # the global weights after the last meeting
+    momentum: Tree
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChunkState:
@@ -70,6 +96,7 @@ class ChunkState:
     fixed: Tree
     average: Average | None = None  # where the run asks for one
     recent: spikes.Recent | None = None  # of the last chunk, where the run looks for spikes
+    outer: Outer | None = None  # of an island; only meetings read and change it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +122,13 @@ class Chunk:
     seed: int = 0  # of random numbers that layers draw
     param_dtype: str = "float32"  # of the parameters that are kept and updated
     unproven: str | None = ops.UNCHECKED  # what the Pallas kernels lack for `auto`, if anything
+    island: int | None = None  # whose plan `plan` is, in a run with islands
+    before: int = 0  # chunks of the islands before it
+
+    @property
+    def number(self) -> int:
+        """Its place among the chunks of the run: that in the model, except with islands."""
+        return self.before + self.index
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -116,9 +116,24 @@ class Placer:
         own = {name: host[name][rows] for name in self.names}
         return self.place(own, num_targets, trains=trains, first_sequence=first_sequence)
 
-    def count(self, global_batch: int) -> int:
-        """The microbatches of a batch of so many sequences."""
-        return global_batch // self._microbatch_size
+    def make(self, batches: Batches, what: "Step | Validation") -> Inputs:
+        """Makes a batch of a run, and puts it on the devices."""
+        if isinstance(what, Validation):
+            own = batches.validation(what.index, self.row_MN.ravel())
+            host = model_inputs(own, self.names)
+            with first_calls.moving():
+                return self.place(host, own.num_targets, trains=False)
+        count = what.global_batch // self._microbatch_size
+        batches = batches.of_size(what.global_batch)
+        own = batches.train(what.first_sequence, self.row_MN[:count].ravel())
+        host = model_inputs(own, self.names)
+        with first_calls.moving():
+            return self.place(
+                host,
+                own.num_targets,
+                first_sequence=what.first_sequence,
+                num_microbatches=count,
+            )
 
     def _put(self, host: np.ndarray, x: jax.ShapeDtypeStruct, num_leading: int) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -147,6 +162,13 @@ class Validation:
     index: int
 
 
+class Maker(Protocol):
+    """A placer, as a feed knows it."""
+
+    def make(self, batches: Batches, what: Step | Validation) -> Inputs:
+        """Makes a batch of a run, and puts it on the devices."""
+
+
 class Feed:
     """Batches in the order in which they will be taken; a context manager.
 
@@ -160,7 +182,7 @@ class Feed:
     def __init__(
         self,
         batches: Batches,
-        placer: Placer,
+        placer: Maker,
         order: Iterator[Step | Validation],
         timeout_s: float,
     ):
@@ -195,23 +217,4 @@ class Feed:
 
     def _make_ahead(self) -> None:
         while len(self._ahead) < AHEAD and (what := next(self._order, None)) is not None:
-            self._ahead.append(self._pool.submit(self._make, what))
-
-    def _make(self, what: Step | Validation) -> Inputs:
-        row_MN = self._placer.row_MN
-        if isinstance(what, Validation):
-            own = self._batches.validation(what.index, row_MN.ravel())
-            host = model_inputs(own, self._placer.names)
-            with first_calls.moving():
-                return self._placer.place(host, own.num_targets, trains=False)
-        count = self._placer.count(what.global_batch)
-        batches = self._batches.of_size(what.global_batch)
-        own = batches.train(what.first_sequence, row_MN[:count].ravel())
-        host = model_inputs(own, self._placer.names)
-        with first_calls.moving():
-            return self._placer.place(
-                host,
-                own.num_targets,
-                first_sequence=what.first_sequence,
-                num_microbatches=count,
-            )
+            self._ahead.append(self._pool.submit(self._placer.make, self._batches, what))

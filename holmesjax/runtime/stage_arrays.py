@@ -35,13 +35,16 @@ class StageArrays:
 
 def of(chunks: Sequence[Chunk], states: Sequence[ChunkState]) -> tuple[StageArrays, ...]:
     """The arrays of each stage of the plan, from those of its chunks in model order."""
-    plan = chunks[0].plan
+    pipelines = {chunk.before: chunk.plan for chunk in chunks}  # several where there are islands
     arrays = []
-    for index, stage in enumerate(plan.stages):
+    for before, plan, index in [
+        (b, p, i) for b, p in pipelines.items() for i in range(len(p.stages))
+    ]:
+        stage = plan.stages[index]
         held = [
             (chunk, state)
             for chunk, state in zip(chunks, states, strict=True)
-            if plan.chunks[chunk.index][0] == index
+            if chunk.before == before and plan.chunks[chunk.index][0] == index
         ]
         arrays.append(
             StageArrays(

@@ -1,0 +1,60 @@
+"""Rules of islands: which settings they need, and which they cannot have so far."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from holmesjax.config.mistakes import multiples, wrong
+from holmesjax.config.sections import MEETS_EVERY, ParallelConfig
+from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
+from holmesjax.errors import ConfigError
+
+PIPELINE = "or set parallel.across to pipeline"
+
+
+def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    is_on = parallel.across == "local_updates"
+    for name in ("islands", "every", "outer"):
+        if not is_on and getattr(parallel, name) is not None:
+            problem = "is only for parallel.across: local_updates"
+            fix = "remove it, or set parallel.across to local_updates"
+            yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
+    if is_on and parallel.clusters is not None:
+        problem, found = "is for one pipeline, and islands have one each", list(parallel.clusters)
+        yield wrong("parallel.clusters", problem, found, f"use parallel.islands, {PIPELINE}")
+
+
+def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    counts = Counter(name for island in parallel.islands or () for name in island)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        problem, fix = "must have each cluster once", f"leave {twice[0]!r} in one of them"
+        yield wrong("parallel.islands", problem, list(map(list, parallel.islands or ())), fix)
+
+
+def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if parallel.across != "local_updates":
+        return
+    every = parallel.every or MEETS_EVERY
+    if train.eval_every % every:
+        problem = f"must be a multiple of parallel.every = {every}: islands differ between meetings"
+        fix = f"use {multiples(train.eval_every, every)}, or another parallel.every"
+        yield wrong("train.eval_every", problem, train.eval_every, fix)
+    lacking = {
+        "rampup": (bool(train.rampup), "islands have batches of one size so far", "remove it"),
+        "spike_policy": (train.spike_policy != "none", "islands cannot have so far", "use none"),
+        "param_dtype": (
+            train.param_dtype != "float32",
+            "must be float32: islands have no other weights so far",
+            "use float32",
+        ),
+    }
+    for name, (is_wrong, problem, fix) in lacking.items():
+        if is_wrong:
+            yield wrong(f"train.{name}", problem, getattr(train, name), f"{fix}, {PIPELINE}")
+
+
+def islands_have_no_average(
+    optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> Iterator[ConfigError]:
+    if parallel.across == "local_updates" and optimizer.ema_decay is not None:
+        problem, fix = "islands keep no average of weights so far", f"remove it, {PIPELINE}"
+        yield wrong("optimizer.ema_decay", problem, optimizer.ema_decay, fix)

@@ -1,0 +1,1 @@
+"""Islands: replicas of the model that train on their own, and meet every few steps."""

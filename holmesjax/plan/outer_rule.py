@@ -1,0 +1,76 @@
+"""The outer rule: what islands do with their weights when they meet. Does not import JAX.
+
+DiLoCo (arXiv 2311.08105) takes a step of Nesterov's momentum along the mean difference between the
+global weights and those of the islands. The functions work for NumPy and for JAX.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holmesjax.config import OuterConfig
+
+
+def owners(sizes: Mapping[str, int], num_islands: int) -> dict[str, int]:
+    """The island that owns each parameter: each island owns about as many numbers.
+
+    >>> owners({"a": 4, "b": 3, "c": 2}, 2)
+    {'a': 0, 'b': 1, 'c': 1}
+
+    Args:
+      sizes: numbers of each parameter, by its name.
+      num_islands: of the run.
+    """
+    loads, found = [0] * num_islands, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        found[name] = island = loads.index(min(loads))
+        loads[island] += sizes[name]
+    return {name: found[name] for name in sizes}
+
+
+def outer_step(
+    outer: OuterConfig, island_weights: Sequence[Any], weights: Any, momentum: Any
+) -> tuple[Any, Any]:
+    """The global weights and the momentum after a meeting; all arrays have one shape, float32.
+
+    It is G - rate * (D + momentum * V) with D = G - mean and V = momentum * V + D, arranged so that
+    rate 1 and momentum 0 give the mean to the bit (docs/design/islands.md).
+
+    Args:
+      outer: the rate, the momentum, and whether the momentum is Nesterov's.
+      island_weights: of each island, in the order of the islands.
+      weights: the global weights of the meeting before.
+      momentum: of the meeting before; zeros at first.
+    """
+    mean = island_weights[0]
+    for own in island_weights[1:]:
+        mean = mean + own
+    mean = mean / len(island_weights)
+    difference = weights - mean
+    after = outer.momentum * momentum + difference
+    ahead = after if outer.nesterov else momentum
+    kept, pushed = 1.0 - outer.rate, outer.rate * outer.momentum
+    return mean + kept * difference - pushed * ahead, after
+
+
+def meets(step: int, every: int, steps: int) -> bool:
+    """Whether the islands meet after a step: after each `every` steps, and after the last.
+
+    >>> [step for step in range(1, 8) if meets(step, 3, 7)]
+    [3, 6, 7]
+    """
+    return step % every == 0 or step == steps
+
+
+def meeting_bytes(sizes: Mapping[str, int], num_islands: int) -> list[int]:
+    """The bytes that each island sends in a meeting: as many as it receives.
+
+    >>> meeting_bytes({"a": 3, "b": 3}, 2)
+    [24, 24]
+
+    Args:
+      sizes: numbers of each parameter that trains, by its name.
+      num_islands: of the run.
+    """
+    owner, everything = owners(sizes, num_islands), sum(sizes.values())
+    owned = [sum(n for name, n in sizes.items() if owner[name] == k) for k in range(num_islands)]
+    return [4 * (everything - own + own * (num_islands - 1)) for own in owned]

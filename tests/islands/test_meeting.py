@@ -1,0 +1,132 @@
+"""Islands meet by the rule of DiLoCo, with the same bits on all of them, and few bytes."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from holmesjax.checkpoints.restoring import flatten
+from holmesjax.config import OuterConfig
+from holmesjax.errors import FatalError
+from holmesjax.islands.meeting import Meeting, digest
+from holmesjax.plan.outer_rule import meeting_bytes, outer_step
+from holmesjax.runtime.chunk import ChunkState
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
+
+CUTS = [((2, 2), 1, 1), ((4,), 2, 1), ((1, 3), 1, (1, 2))]  # of each island: unlike ones
+NESTEROV, HEAVY_BALL = OuterConfig(), OuterConfig(rate=0.5, momentum=0.6, nesterov=False)
+
+
+def diloco(outer, of_islands, weights, momentum):
+    """The rule as papers and PyTorch's SGD have it, in float64."""
+    gradient = weights - np.mean([own.astype(np.float64) for own in of_islands], axis=0)
+    momentum = outer.momentum * momentum + gradient
+    step = gradient + outer.momentum * momentum if outer.nesterov else momentum
+    return weights - outer.rate * step, momentum
+
+
+@pytest.mark.parametrize("outer", [NESTEROV, HEAVY_BALL])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_rule_is_that_of_papers(outer, count):
+    random = np.random.default_rng(count)
+    wide = weights = random.normal(size=50).astype(np.float32)
+    wide_momentum = momentum = np.zeros_like(weights)
+    for _ in range(4):
+        moved = [0.1 * random.normal(size=50).astype(np.float32) for _ in range(count)]
+        of_islands = [weights + own for own in moved]
+        wide, wide_momentum = diloco(outer, of_islands, weights.astype(np.float64), wide_momentum)
+        weights, momentum = outer_step(outer, of_islands, weights, momentum)
+        assert weights.dtype == momentum.dtype == np.float32
+        np.testing.assert_allclose(weights, wide, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(momentum, wide_momentum, rtol=0, atol=1e-6)
+
+
+def test_rate_1_without_momentum_gives_the_mean_to_the_bit():
+    """Also where a weight has passed zero, which a difference would round."""
+    one, before = np.float32([1e-9, -0.3, 0.7]), np.float32([0.5, 0.1, -0.7])
+    plain = OuterConfig(rate=1.0, momentum=0.0)
+    assert before[0] - (before[0] - one[0]) != one[0]
+    np.testing.assert_array_equal(outer_step(plain, [one], before, 0 * before)[0], one)
+
+
+def islands_of(cuts):
+    """The chunks of islands side by side on the devices here."""
+    start, found = 0, []
+    for k, (split, data, tensor) in enumerate(cuts):
+        plan = hand_made_plan(split, data, tensor)
+        moved = tuple(
+            dataclasses.replace(stage, devices=tuple(start + device for device in stage.devices))
+            for stage in plan.stages
+        )
+        start += sum(len(stage.devices) for stage in moved)
+        chunks = make_chunks(make_model(), dataclasses.replace(plan, stages=moved))
+        found.append([dataclasses.replace(chunk, island=k) for chunk in chunks])
+    return found
+
+
+def states_of(chunks, random):
+    """States with random weights, and nothing else."""
+    shapes = [chunk.state_shapes.params for chunk in chunks]
+    draw = lambda x: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
+    return [ChunkState(jax.tree.map(draw, own), {}, {}) for own in shapes]
+
+
+def numbers(states, what):
+    trees = [flatten(what(state)) for state in states]
+    return {name: np.asarray(x) for tree in trees for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_unlike_islands_meet_by_the_rule(count):
+    islands, random = islands_of(CUTS[:count]), np.random.default_rng(count)
+    drawn = [states_of(chunks, random) for chunks in islands]
+    meeting = Meeting(islands, NESTEROV)
+    states = meeting.begin(drawn)
+    owned = [numbers(own, lambda state: state.outer.weights) for own in states]
+    names = [name for own in owned for name in own]
+    weights = {name: x for own in owned for name, x in own.items()}
+    assert sorted(names) == sorted(numbers(states[0], lambda state: state.params))  # each once
+    momentum = dict.fromkeys(weights, 0.0)
+    sizes = {name: x.size for name, x in weights.items()}
+    for step in (1, 2):
+        of_islands = [numbers(own, lambda state: state.params) for own in states]
+        for name in weights:
+            own = [arrays[name] for arrays in of_islands]
+            weights[name], momentum[name] = diloco(NESTEROV, own, weights[name], momentum[name])
+        states = meeting.meet(states, step)
+        of_islands = [numbers(own, lambda state: state.params) for own in states]
+        for name, own in itertools.product(weights, of_islands):
+            np.testing.assert_allclose(own[name], weights[name], rtol=0, atol=2e-6)
+            np.testing.assert_array_equal(own[name], of_islands[0][name])
+        for chunks, own in zip(islands, states, strict=True):
+            where = lambda tree: [x.sharding for x in jax.tree.leaves(tree)]
+            for chunk, state in zip(chunks, own, strict=True):
+                assert where(state.params) == where(chunk.state_shapes.params)
+        sent = [0] * count
+        for link, num_bytes in meeting.take_bytes().items():
+            sent[int(link.split()[1])] += num_bytes
+        assert sent == meeting_bytes(sizes, count)
+        move = lambda x: x + 0.01 * random.normal(size=x.shape).astype(np.float32)
+        states = [
+            [dataclasses.replace(s, params=jax.tree.map(move, s.params)) for s in own]
+            for own in states
+        ]
+
+
+def test_an_island_with_other_bits_is_named(monkeypatch):
+    islands = islands_of(CUTS[:2])
+    meeting = Meeting(islands, NESTEROV)
+    states = meeting.begin([states_of(chunks, np.random.default_rng(0)) for chunks in islands])
+    new = Meeting._new_weights
+
+    def flipped(self, island, outer):
+        arrays = new(self, island, outer)
+        name = next(iter(arrays))
+        return {**arrays, name: arrays[name].at[0].add(1e-6)} if island else arrays
+
+    assert digest(meeting.meet(states, 1)[1]) == digest(meeting.meet(states, 1)[0])
+    monkeypatch.setattr(Meeting, "_new_weights", flipped)
+    with pytest.raises(FatalError, match="island 1: has other weights than island 0 after"):
+        meeting.meet(states, 2)

@@ -1,0 +1,154 @@
+"""Whole runs with islands: what equals a run without them, resumes, data, and what is refused."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+from holmesjax import Trainer, job
+from holmesjax.checkpoints import manifest
+from holmesjax.errors import HolmesError
+from holmesjax.islands.runner import IslandsPlacer
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.processes import make_processes
+from holmesjax.runtime.prefetch import Step, Validation
+from holmesjax.training_setup import read_batches
+from launch.__main__ import main
+
+RUN = "configs/runs/quickstart.yaml"
+SMALL = {
+    "topology": "configs/topologies/two_cpus.yaml",
+    "train.steps": 5,
+    "train.eval_every": 0,
+    "model.num_layers": 2,
+    "model.width": 16,
+    "model.context_length": 32,
+    "parallel": None,
+    "parallel.microbatches": 1,
+    "log.report": False,
+    "log.tensorboard": False,
+    "checkpoint.every": None,
+}
+ISLANDS = {"parallel.across": "local_updates", "parallel.every": 2}
+
+
+def trainer(folder, **more):
+    return Trainer(RUN, {**SMALL, "run.dir": str(folder), **more}, io.StringIO())
+
+
+def saved(run_dir, step=5):
+    """The digests of all arrays of a checkpoint."""
+    arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
+    return {name: own["digest"] for name, own in arrays.items()}
+
+
+def test_one_island_that_meets_in_every_step_trains_as_a_run_without(tmp_path):
+    one = {"topology": "configs/topologies/one_cpu.yaml"}
+    plain_rule = {"parallel.outer": {"rate": 1.0, "momentum": 0.0}, "parallel.every": 1}
+    trainer(tmp_path / "plain", **one).run()
+    trainer(tmp_path / "island", **{**one, **ISLANDS, **plain_rule}).run()
+    plain, island = saved(tmp_path / "plain"), saved(tmp_path / "island")
+    assert [island[name] for name in plain if name.startswith("params.")] == [
+        digest for name, digest in plain.items() if name.startswith("params.")
+    ]
+    assert {f"island_0.{name}": digest for name, digest in plain.items()}.items() <= island.items()
+
+
+def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, capsys):
+    """The steps meet after 2, 4 and 5; it stops after 3."""
+    whole = trainer(tmp_path / "whole", **ISLANDS, **{"train.eval_every": 4})
+    whole.run()
+    cut = trainer(tmp_path / "cut", **ISLANDS, **{"train.eval_every": 4})
+    for _ in range(3):
+        cut.step()
+    assert len(cut.stages) == 2
+    cut.close()
+    between = saved(tmp_path / "cut", 3)
+    table = "params.embed.token_VD"
+    assert between[f"island_0.{table}"] != between[f"island_1.{table}"]
+    with pytest.raises(HolmesError, match="is of another set of islands"):
+        trainer(tmp_path / "cut").run()
+    Trainer(tmp_path / "cut", stream=io.StringIO()).run()
+    assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
+    ends = [run.history[-1] for run in (whole, cut)]
+    assert [end["val_loss"] for end in ends] == [ends[0]["val_loss"]] * 2
+    end = saved(tmp_path / "whole")  # after a meeting
+    for name in [name for name in end if name.startswith("params.")]:
+        assert end[name] == end[f"island_0.{name}"] == end[f"island_1.{name}"]
+    assert main(["generate", str(tmp_path / "whole"), "--prompt", "a", "--max-tokens", "2"]) == 0
+    capsys.readouterr()
+
+
+class Rows:
+    """A placer that gives back which rows it was asked for."""
+
+    def make(self, batches, what):
+        if isinstance(what, Validation):
+            return batches.validation(what.index)
+        return batches.of_size(what.global_batch).train(what.first_sequence)
+
+
+def test_islands_share_the_batches_of_a_run_without():
+    config = job.load(RUN, {**SMALL, "train.eval_every": 2, "train.eval_batches": 2}).config
+    batches = read_batches(config)
+    placer = IslandsPlacer([Rows(), Rows()])
+    for what in (Step(32, 16), Validation(0), Validation(1)):
+        parts = placer.make(batches, what).parts
+        whole = Rows().make(batches, what)
+        assert [len(part.token_NL) for part in parts] == [8, 8]
+        tokens = np.concatenate([part.token_NL for part in parts])
+        np.testing.assert_array_equal(tokens, whole.token_NL)
+        assert sum(part.num_targets for part in parts) == whole.num_targets
+
+
+def test_the_plan_says_islands_bytes_and_seconds():
+    planned = job.load(RUN, {**SMALL, **ISLANDS})
+    plan = planned.plan
+    assert Plan.from_yaml(plan.to_yaml()) == Plan.from_json(plan.to_json()) == plan
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,)]
+    text = "\n".join(planned.describe())
+    for words in ("2 islands, which train on their own and meet every 2 steps", "  meeting   isl"):
+        assert words in text
+    link = planned.topology.boundary_link("ib-0", "roce-0")
+    least_s = max(plan.meeting.bytes) / link.bandwidth_bytes_per_s + 2 * link.latency_s
+    assert plan.meeting.seconds == pytest.approx(least_s)
+    slowest_s = max(island.step_time_s for island in plan.islands)
+    assert plan.step_time_s == pytest.approx(slowest_s + least_s / 2)
+    with pytest.raises(HolmesError, match="meeting must have the bytes of each island"):
+        Plan.from_json(dataclasses.replace(plan, meeting=None).to_json())
+
+
+REFUSED = {
+    "parallel.islands: names no cluster": {"parallel.islands": [["ib"], ["pluto"]]},
+    "parallel.islands: must have each cluster once": {"parallel.islands": [["ib"], ["ib"]]},
+    "parallel.clusters: is for one pipeline": {"parallel.clusters": ["ib", "roce"]},
+    "parallel.every: is only for": {"parallel.across": "pipeline"},
+    "train.global_batch: must be a multiple of 2": {"train.global_batch": 7},
+    "train.eval_every: must be a multiple of parallel.every = 2": {"train.eval_every": 3},
+    "train.rampup: islands have": {"train.rampup": [{"steps": 2, "global_batch": 8}]},
+    "train.spike_policy: islands cannot": {"train.spike_policy": "skip"},
+    "train.param_dtype: must be float32": {"train.param_dtype": "bfloat16"},
+    "optimizer.ema_decay: islands keep no": {"optimizer.ema_decay": 0.9},
+    "parallel.outer.momentum": {"parallel.outer": {"momentum": 1.0}},
+    "island 0: cannot share the token table": {
+        "model.tied_embeddings": True,
+        "parallel.stages": 2,
+        "topology": "configs/topologies/ib_roce.yaml",
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_islands_cannot_have_is_refused(message):
+    with pytest.raises(HolmesError) as caught:
+        job.load(RUN, {**SMALL, **ISLANDS, **REFUSED[message]})
+    where, _, problem = message.partition(": ")
+    assert where in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_processes_are_refused():
+    planned = job.load(RUN, {**SMALL, **ISLANDS})
+    with pytest.raises(HolmesError, match="runs in one process so far"):
+        make_processes(planned.plan, planned.topology, "node")
