@@ -28,7 +28,7 @@ from holmesjax.transport.local import LocalTransport
 Arrays = dict[str, jax.Array]  # by layer and name: "block_000.up_DF"
 
 
-class Meeting:
+class IslandMeetings:
     """The meetings of the islands of a run.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from holmesjax.config import OuterConfig, ParallelConfig
 from holmesjax.data.batches import Batches
-from holmesjax.islands.meeting import Meeting
+from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meets
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
@@ -78,7 +78,7 @@ class IslandsRunner:
         runners: Sequence[OneIsland],
         counts: Sequence[int],
         first_stages: Sequence[int],
-        meeting: Meeting,
+        meeting: IslandMeetings,
         meets_after: Callable[[int], bool],
     ):
         self._runners, self._counts, self._first_stages = runners, counts, first_stages
@@ -226,6 +226,6 @@ def make_islands(
         runners,
         [len(mine) for mine in islands],
         [sum(sizes[:k]) for k in range(len(sizes))],
-        Meeting(islands, parallel.outer or OuterConfig()),
+        IslandMeetings(islands, parallel.outer or OuterConfig()),
         lambda step: meets(step, every, steps),
     )

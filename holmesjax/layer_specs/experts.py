@@ -54,7 +54,6 @@ def expert_block(model: ModelConfig) -> Kind:
     parameters = [own for own in whole.parameters if shared or not _is_of_mlp(own)]
     products = whole.products if shared else whole.products[:2]
     kept, share = whole.kept, experts.active / experts.count
-    product = lambda *sizes, name: WeightProduct(*sizes, times=experts.count, weight=name)
     return replace(
         whole,
         name=EXPERT_BLOCK,
@@ -63,8 +62,11 @@ def expert_block(model: ModelConfig) -> Kind:
         products=(
             *products,
             WeightProduct(d, experts.count, "none", weights=(ROUTER,), dtype="float32"),
-            *(product(d, f, "columns", name=name) for name in _names_in(model)),
-            product(f, d, "depth", name="down_EFD"),
+            *(
+                WeightProduct(d, f, "columns", times=experts.count, weight=name)
+                for name in _names_in(model)
+            ),
+            WeightProduct(f, d, "depth", times=experts.count, weight="down_EFD"),
         ),
         moved=PerToken(
             whole.moved.whole + 4 * d * slots + 12 * experts.count,

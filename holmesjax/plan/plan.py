@@ -84,7 +84,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class MeetingCost:
     """The exchange of islands every few steps."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -123,7 +123,7 @@ class Plan:
     queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
     exception: str = ""  # which stages lie in several clusters, and why, where any do
     islands: tuple["Plan", ...] = ()  # the plan of each island; none: the plan is one pipeline
-    meeting: Meeting | None = None  # of the islands
+    meeting: MeetingCost | None = None  # of the islands
 
     @property
     def pipelines(self) -> tuple["Plan", ...]:

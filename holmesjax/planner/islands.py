@@ -12,7 +12,7 @@ from holmesjax.config import Config
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.outer_rule import meeting_bytes, owners
-from holmesjax.plan.plan import Meeting, Plan, StagePlan
+from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
@@ -65,7 +65,7 @@ def plan_islands(
         pipes={},
         queues=(),
         islands=tuple(islands),
-        meeting=Meeting(every=every, bytes=tuple(map(float, sent)), seconds=seconds),
+        meeting=MeetingCost(every=every, bytes=tuple(map(float, sent)), seconds=seconds),
     )
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from holmesjax.errors import PlanError
 from holmesjax.plan import device_pool, pins
@@ -162,10 +161,11 @@ def _milder_settings(problems: Sequence[Problem]) -> str | None:
     """The mildest change of one setting that makes a plan fit, with the value that is best."""
     parallel = problems[0].config.parallel
     set_here = [name for name in FREED if getattr(parallel, name) is not None]
-    without = lambda names: [
-        problem.set_to(dataclasses.replace(parallel, **dict[str, Any].fromkeys(names)))
-        for problem in problems
-    ]
+
+    def without(names: Sequence[str]) -> list[Problem]:
+        free: dict[str, Any] = dict.fromkeys(names)
+        return [problem.set_to(dataclasses.replace(parallel, **free)) for problem in problems]
+
     free = without(set_here)
     if not set_here or least_memory(free) > 1.0:
         return None

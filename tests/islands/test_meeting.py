@@ -10,7 +10,7 @@ import pytest
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import FatalError
-from holmesjax.islands.meeting import Meeting, digest
+from holmesjax.islands.meeting import IslandMeetings, digest
 from holmesjax.plan.outer_rule import meeting_bytes, outer_step
 from holmesjax.runtime.chunk import ChunkState
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
@@ -82,7 +82,7 @@ def numbers(states, what):
 def test_unlike_islands_meet_by_the_rule(count):
     islands, random = islands_of(CUTS[:count]), np.random.default_rng(count)
     drawn = [states_of(chunks, random) for chunks in islands]
-    meeting = Meeting(islands, NESTEROV)
+    meeting = IslandMeetings(islands, NESTEROV)
     states = meeting.begin(drawn)
     owned = [numbers(own, lambda state: state.outer.weights) for own in states]
     names = [name for own in owned for name in own]
@@ -117,9 +117,9 @@ def test_unlike_islands_meet_by_the_rule(count):
 
 def test_an_island_with_other_bits_is_named(monkeypatch):
     islands = islands_of(CUTS[:2])
-    meeting = Meeting(islands, NESTEROV)
+    meeting = IslandMeetings(islands, NESTEROV)
     states = meeting.begin([states_of(chunks, np.random.default_rng(0)) for chunks in islands])
-    new = Meeting._new_weights
+    new = IslandMeetings._new_weights
 
     def flipped(self, island, outer):
         arrays = new(self, island, outer)
@@ -127,6 +127,6 @@ def test_an_island_with_other_bits_is_named(monkeypatch):
         return {**arrays, name: arrays[name].at[0].add(1e-6)} if island else arrays
 
     assert digest(meeting.meet(states, 1)[1]) == digest(meeting.meet(states, 1)[0])
-    monkeypatch.setattr(Meeting, "_new_weights", flipped)
+    monkeypatch.setattr(IslandMeetings, "_new_weights", flipped)
     with pytest.raises(FatalError, match="island 1: has other weights than island 0 after"):
         meeting.meet(states, 2)

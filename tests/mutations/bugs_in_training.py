@@ -439,8 +439,8 @@ TRAINING = (
     Bug(
         name="chunks-taken-for-stages",
         module="holmesjax.runtime.stage_arrays",
-        old="if plan.chunks[chunk.index][0] == index",
-        new="if chunk.index == index",
+        old="and plan.chunks[chunk.index][0] == index",
+        new="and chunk.index == index",
         wrong="a stage of an interleaved schedule shows one of its chunks",
         tests=(
             "tests/test_from_python.py::test_a_stage_with_several_chunks_has_the_layers_of_all",
