@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from holmesjax.errors import PlanError
 from holmesjax.plan import device_pool, pins
