@@ -108,7 +108,9 @@ class Row(NamedTuple):
 
     @property
     def made_chunks(self):
-        kernels = KernelsConfig(attention="reference", cross_entropy=self.cross_entropy)
+        kernels = KernelsConfig(
+            attention="reference", cross_entropy=self.cross_entropy, sequence_parallel="auto"
+        )
         return make_chunks(
             self.model, self.plan, config=self.optimizer, mask=self.mask, kernels=kernels
         )

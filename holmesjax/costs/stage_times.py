@@ -109,6 +109,7 @@ class _LayerShape(NamedTuple):
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
+    sequence_parallel: bool
 
     @classmethod
     def of(cls, stage: StageShape, **cuts: int) -> "_LayerShape":
@@ -145,9 +146,8 @@ def _layer_seconds(
     products = layer_products(kind, num_tokens, stage.tensor)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
     attention = attention_products(kind, length, num_tokens, stage.tensor, stage.context)
-    whole, cut = work.layer_numbers(kind, stage.tensor)
-    if implementation.sequence_parallel:
-        whole /= stage.tensor
+    cuts = work.stream_cuts(kind, length, stage, implementation)
+    whole, cut = work.layer_numbers(kind, stage.tensor, cuts)
     heads = kind.attention.heads if kind.attention else 0
     pairs = num_tokens * length * heads / stage.tensor
     products_s = device.products_s([*products, *mixed], stage.dtype)
@@ -286,7 +286,8 @@ def _end_s(
     weights = [product.gradients[1] for product in trained]
     times = (device.products_s(p, stage.dtype) for p in ([*products, *mixed], inputs, weights))
     forward_s, input_s, weight_s = times
-    whole, cut = work.layer_numbers(kind, tensor)
+    cuts = work.stream_cuts(kind, model.context_length, stage)
+    whole, cut = work.layer_numbers(kind, tensor, cuts)
     numbers_s = float(device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype]))
     return forward_s + numbers_s, input_s + BACKWARD_NUMBERS * numbers_s, weight_s
 
@@ -405,23 +406,45 @@ def _context_s(
 
 def _tensor_s(
     model: ModelConfig, stage: StageShape, tensor: Group | Groups | None
-) -> tuple[Numbers, Numbers]:
-    """Seconds of a microbatch for all-reduces over `tensor`: forward, backward."""
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds of a microbatch for collectives over `tensor`: forward, backward, and what can hide.
+
+    Without sequence parallelism they are all-reduces. With it an all-reduce of the residual stream
+    is two: a reduce-scatter behind one product, an all-gather before the next. The backward of a
+    block then also gathers the inputs of its first products again, as only parts of them are kept.
+    That gather and the reduce-scatter of a gradient can hide: each has a product beside it of which
+    neither reads the other's result.
+    """
     num_tokens = stage_tokens(model, stage)
-    counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
-    for count, kind in stage.kinds(model):
-        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
-            both = counts.setdefault(numbers, [0, 0])
-            both[0] += count * forward
-            both[1] += count * backward
+    width = DTYPE_BYTES[stage.dtype]
     forward_s: Numbers = 0.0
     backward_s: Numbers = 0.0
-    for numbers, (forward, backward) in counts.items():
-        num_bytes = 1.0 * num_tokens * numbers * DTYPE_BYTES[stage.dtype]
-        all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
-        forward_s += forward * all_reduce_s
-        backward_s += backward * all_reduce_s
-    return forward_s, backward_s
+    beside_s: Numbers = 0.0
+    cuts: Numbers = 1.0
+    for count, kind in stage.kinds(model):
+        own_cuts = work.stream_cuts(kind, model.context_length, stage)
+        cuts = np.maximum(cuts, own_cuts)
+        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+            num_bytes = 1.0 * num_tokens * numbers * width
+            all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
+            gather_s = collective_times.all_gather_s(num_bytes, tensor)
+            scatter_s = collective_times.reduce_scatter_s(num_bytes, tensor)
+            is_stream = (own_cuts > 1) & (numbers == model.width)
+            one_s = np.where(is_stream, gather_s + scatter_s, all_reduce_s)
+            again = 2 * is_stream * (kind.place == "middle")
+            # The ends have half of their pair in each direction.
+            ends = is_stream & (kind.place != "middle")
+            there_s = np.where(ends, scatter_s if kind.place == "first" else gather_s, 0.0)
+            back_s = np.where(ends, gather_s if kind.place == "first" else scatter_s, 0.0)
+            forward_s += count * np.where(ends, there_s, forward * one_s)
+            backward_s += count * (np.where(ends, back_s, backward * one_s) + again * gather_s)
+            beside_s += count * again * (gather_s + scatter_s)
+    # A boundary is whole on each device.
+    boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
+    moved_s = np.where(cuts > 1, collective_times.all_gather_s(boundary, tensor), 0.0)
+    forward_s += (not stage.is_last) * moved_s
+    backward_s += (not stage.is_first) * moved_s
+    return forward_s, backward_s, beside_s
 
 
 def stage_times(
@@ -464,7 +487,9 @@ def stage_times(
         reduce(np.maximum, seconds_of_kinds) for seconds_of_kinds in zip(*of_kinds, strict=True)
     )
     _, trained = held_parameters(model, stage)
-    forward_tensor_s, backward_tensor_s = _tensor_s(model, stage, tensor)
+    forward_tensor_s, backward_tensor_s, beside_s = _tensor_s(model, stage, tensor)
+    hidden_s = np.minimum(beside_s, weight_s)
+    backward_tensor_s = backward_tensor_s - (2 - OVERLAP_SLOWDOWN) * hidden_s
     if implementation.tensor_overlaps:
         forward_tensor_s = exposed_s(forward_tensor_s, forward_s, stage.tensor)
         backward_tensor_s = exposed_s(backward_tensor_s, backward_s, stage.tensor)

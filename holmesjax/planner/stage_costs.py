@@ -216,6 +216,7 @@ class StageCosts:
             kept=update_rules.kept(optimizer),
             is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
             attention=self._attention,
+            sequence_parallel=self._config.kernels.sequence_parallel == "auto",
         )
 
     def times(

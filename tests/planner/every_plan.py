@@ -155,6 +155,7 @@ class Definition:
             dtype=train.compute_dtype,
             checkpointing=policy,
             is_whole_step=first and last and m == 1,
+            sequence_parallel=self.config.kernels.sequence_parallel == "auto",
             **{"chunks": 1, "in_flight": 1, "head_in_flight": 1, **held},
         )
 
