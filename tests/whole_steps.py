@@ -104,13 +104,12 @@ class Row(NamedTuple):
             chunks=self.chunks,
             microbatches=self.microbatches,
             checkpointing=self.checkpointing,
+            sequence_parallel=True,
         )
 
     @property
     def made_chunks(self):
-        kernels = KernelsConfig(
-            attention="reference", cross_entropy=self.cross_entropy, sequence_parallel="auto"
-        )
+        kernels = KernelsConfig(attention="reference", cross_entropy=self.cross_entropy)
         return make_chunks(
             self.model, self.plan, config=self.optimizer, mask=self.mask, kernels=kernels
         )

@@ -150,7 +150,12 @@ def stage_memory_bytes(
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     num_neighbours *= not stage.is_whole_step
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
-    needs = [_temporary_bytes(model, k, stage, implementation) for _, k in stage.kinds(model)]
+    sized = zip(stage.kinds(model), layer_parameters(model, stage), strict=True)
+    needs = [
+        _temporary_bytes(model, kind, stage, implementation)
+        + _new_gradient_bytes(model, kind, stage, num_parameters)
+        for (_, kind), num_parameters in sized
+    ]
     items = {
         "parameters": 1.0 * DTYPE_BYTES[stage.param_dtype] * trained / shards,
         "optimizer": 1.0 * kept_bytes(model, stage, shards),
@@ -164,7 +169,6 @@ def stage_memory_bytes(
     if stage.is_last:
         items["logits"], in_head = _logit_bytes(model, stage, implementation)
         items["temporaries"] = np.maximum(items["temporaries"], in_head)
-    items["temporaries"] = items["temporaries"] + _new_gradient_bytes(model, stage)
     freed = items["activations"] + items["logits"]  # by the end of the last backward
     if stage.is_whole_step:
         freed, items["gradients"] = _left(freed, items["gradients"])
@@ -225,12 +229,16 @@ def _temporary_bytes(
     return stage_tokens(model, stage) * per_token
 
 
-def _new_gradient_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
-    """Bytes of the largest layer's gradients before they are added up, where sequences are cut."""
-    if not stage.sequence_parallel:
-        return 0.0
-    cuts = work.sequence_cuts(model.context_length, stage.tensor, stage.context)
-    return (cuts > 1) * 4.0 * functools.reduce(np.maximum, layer_parameters(model, stage))
+def _new_gradient_bytes(
+    model: ModelConfig, kind: Kind, stage: StageShape, num_parameters: Numbers
+) -> Numbers:
+    """Bytes of a layer's gradients before they are added to a step's, where sequences are cut.
+
+    They come out of a barrier (`kernels.linear._cut_backward`), and so as float32 arrays of their
+    own. Elsewhere a product adds to the sum in its place.
+    """
+    cuts = work.stream_cuts(kind, model.context_length, stage)
+    return np.where((cuts > 1) & (kind.place == "middle"), 4.0 * num_parameters, 0.0)
 
 
 def _gathered_bytes(

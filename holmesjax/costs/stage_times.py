@@ -29,7 +29,7 @@ from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.layer_specs.model_layers import cached
-from holmesjax.topology.machines import DeviceKind, Numbers
+from holmesjax.topology.machines import DeviceKind, Numbers, Sizes
 from kernels.attention.choice import AttentionChoice
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
@@ -109,7 +109,7 @@ class _LayerShape(NamedTuple):
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
-    sequence_parallel: bool
+    sequence_parallel: Sizes
 
     @classmethod
     def of(cls, stage: StageShape, **cuts: int) -> "_LayerShape":
@@ -235,22 +235,25 @@ def _seconds_by_stage(
     implementation: Implementation,
 ) -> _SecondsByStage:
     """Seconds of a layer of one kind, in the shape of the stage's numbers."""
-    like = _LayerShape.of(stage, sequences=0, tensor=0, context=0)
+    like = _LayerShape.of(stage, sequences=0, tensor=0, context=0, sequence_parallel=0)
     known = _known_layers(model, number, like, device, implementation)
 
-    def of(cut: tuple[int, int, int]) -> _LayerSeconds:
+    def of(cut: tuple[int, int, int, int]) -> _LayerSeconds:
         if cut not in known:
-            sequences, tensor, context = cut
-            shape = like._replace(sequences=sequences, tensor=tensor, context=context)
+            sequences, tensor, context, is_cut = cut
+            shape = like._replace(
+                sequences=sequences, tensor=tensor, context=context, sequence_parallel=is_cut
+            )
             known[cut] = _layer_seconds(model, number, shape, device, implementation)
         return known[cut]
 
     if not np.ndim(stage.sequences):
-        sizes: Any = stage.sequences, stage.tensor, stage.context
+        sizes: Any = stage.sequences, stage.tensor, stage.context, stage.sequence_parallel
         return _SecondsByStage(*of(sizes))
-    cuts = np.array([stage.sequences, stage.tensor, stage.context])
-    found = [of(cut) for cut in map(tuple, cuts.reshape(3, -1).T.tolist())]
-    forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
+    given = stage.sequences, stage.tensor, stage.context, stage.sequence_parallel
+    cuts = np.stack(np.broadcast_arrays(*given))
+    found = [of(cut) for cut in map(tuple, cuts.reshape(4, -1).T.tolist())]
+    forward_s, backward_s, weight_s = np.reshape(np.transpose(found), (3, *cuts.shape[1:]))
     return _SecondsByStage(forward_s, backward_s, weight_s)
 
 
@@ -261,8 +264,8 @@ def _known_layers(
     like: _LayerShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> dict[tuple[int, int, int], _LayerSeconds]:
-    """The known seconds of a layer by its sequences, `tensor` and `context`; `_layers` adds to it.
+) -> dict[tuple[int, int, int, int], _LayerSeconds]:
+    """The known seconds of a layer by sequences, `tensor`, `context` and whether these are cut.
 
     A search asks for the same layers over and over, and hashing a model takes longer than that.
     """
@@ -416,28 +419,43 @@ def _tensor_s(
     neither reads the other's result.
     """
     num_tokens = stage_tokens(model, stage)
-    width = DTYPE_BYTES[stage.dtype]
+    counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
+    for count, kind in stage.kinds(model):
+        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+            both = counts.setdefault(numbers, [0, 0])
+            both[0] += count * forward
+            both[1] += count * backward
+    of_numbers_s = {}  # an all-reduce, an all-gather, a reduce-scatter
     forward_s: Numbers = 0.0
     backward_s: Numbers = 0.0
+    for numbers, (forward, backward) in counts.items():
+        num_bytes = 1.0 * num_tokens * numbers * DTYPE_BYTES[stage.dtype]
+        all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
+        gather_s = collective_times.all_gather_s(num_bytes, tensor)
+        scatter_s = collective_times.reduce_scatter_s(num_bytes, tensor)
+        of_numbers_s[numbers] = all_reduce_s, gather_s, scatter_s
+        forward_s += forward * all_reduce_s
+        backward_s += backward * all_reduce_s
     beside_s: Numbers = 0.0
+    if not np.any(stage.sequence_parallel):
+        return forward_s, backward_s, beside_s
     cuts: Numbers = 1.0
     for count, kind in stage.kinds(model):
         own_cuts = work.stream_cuts(kind, model.context_length, stage)
         cuts = np.maximum(cuts, own_cuts)
         for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
-            num_bytes = 1.0 * num_tokens * numbers * width
-            all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
-            gather_s = collective_times.all_gather_s(num_bytes, tensor)
-            scatter_s = collective_times.reduce_scatter_s(num_bytes, tensor)
+            all_reduce_s, gather_s, scatter_s = of_numbers_s[numbers]
             is_stream = (own_cuts > 1) & (numbers == model.width)
-            one_s = np.where(is_stream, gather_s + scatter_s, all_reduce_s)
-            again = 2 * is_stream * (kind.place == "middle")
+            again = work.gathered_again(kind, numbers, model.width, is_stream)
+            there_s, back_s = forward * (gather_s + scatter_s), backward * (gather_s + scatter_s)
             # The ends have half of their pair in each direction.
-            ends = is_stream & (kind.place != "middle")
-            there_s = np.where(ends, scatter_s if kind.place == "first" else gather_s, 0.0)
-            back_s = np.where(ends, gather_s if kind.place == "first" else scatter_s, 0.0)
-            forward_s += count * np.where(ends, there_s, forward * one_s)
-            backward_s += count * (np.where(ends, back_s, backward * one_s) + again * gather_s)
+            if kind.place == "first":
+                there_s, back_s = scatter_s, gather_s
+            elif kind.place == "last":
+                there_s, back_s = gather_s, scatter_s
+            more_s = there_s - forward * all_reduce_s, back_s - backward * all_reduce_s
+            forward_s += count * np.where(is_stream, more_s[0], 0.0)
+            backward_s += count * (np.where(is_stream, more_s[1], 0.0) + again * gather_s)
             beside_s += count * again * (gather_s + scatter_s)
     # A boundary is whole on each device.
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)

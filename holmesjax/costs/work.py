@@ -83,7 +83,7 @@ class Cut(Protocol):
     @property
     def context(self) -> Sizes: ...
     @property
-    def sequence_parallel(self) -> bool: ...
+    def sequence_parallel(self) -> Sizes: ...
 
 
 def stream_cuts(
@@ -99,9 +99,18 @@ def stream_cuts(
     """
     if implementation.sequence_parallel and kind.place == "middle":
         return stage.tensor
-    if not (stage.sequence_parallel and kind.cuts_sequences):
+    if not kind.cuts_sequences:
         return 1
-    return sequence_cuts(length, stage.tensor, stage.context)
+    cuts = sequence_cuts(length, stage.tensor, stage.context)
+    return np.where(stage.sequence_parallel, cuts, 1)
+
+
+def gathered_again(kind: Kind, numbers: int, width: int, is_cut: Sizes) -> Sizes:
+    """How often a backward gathers an array again of which a device kept its own tokens alone.
+
+    Those are the inputs of the first products of attention and of the feed-forward.
+    """
+    return 2 * is_cut * (kind.cuts_sequences and kind.place == "middle" and numbers == width)
 
 
 def layer_numbers(kind: Kind, tensor: Sizes = 1, cuts: Sizes = 1) -> tuple[Numbers, Numbers]:

@@ -186,6 +186,7 @@ def _pipeline(problem: Problem, candidate: Candidate) -> str:
             pairs = zip(kinds, counts, strict=True)
             held += f": {plans.of_kinds(kind.name for kind, n in pairs for _ in range(n))}"
         mesh = " x ".join(f"{axis} {size}" for axis, size in segment.mesh.sizes.items() if size > 1)
+        mesh += ", sequences cut" * segment.mesh.sequence_parallel
         texts.append(f"{problem.pools[segment.pool].cluster.name} {held} ({mesh or 'one device'})")
     return " > ".join(texts)
 

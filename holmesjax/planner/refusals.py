@@ -174,10 +174,9 @@ def _refuse_crowded_clusters(config: Config, topology: Topology) -> None:
 def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
     """The sizes of axes that the config sets, and the smallest mesh that has them."""
     parallel = config.parallel
-    sizes = {
-        name: size for name in MeshShape._fields if (size := getattr(parallel, name)) is not None
-    }
-    return sizes, MeshShape(**dict.fromkeys(MeshShape._fields, 1) | sizes)
+    names = [axis.value for axis in MeshShape(1, 1, 1, 2).sizes]
+    sizes = {name: size for name in names if (size := getattr(parallel, name)) is not None}
+    return sizes, MeshShape(**{"data": 1, "fsdp": 1, "tensor": 1} | sizes)
 
 
 def _num_stages(config: Config) -> int | None:

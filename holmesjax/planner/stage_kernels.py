@@ -56,12 +56,14 @@ def stage_sequences(problem: Problem, candidate: Candidate) -> Iterator[StageKer
         tensor, length = slot.mesh.tensor, config.model.context_length // slot.mesh.context
         if tensor == 1:
             continue
-        if config.kernels.sequence_parallel == "off":
+        if slot.mesh.sequence_parallel:
+            what = f"{tensor} parts of {length // tensor} tokens between products"
+        elif config.kernels.sequence_parallel == "off":
             what = "whole, as kernels.sequence_parallel says"
         elif work.sequence_cuts(length, tensor) == 1:
             what = f"whole: {length} tokens do not divide by tensor {tensor}"
         else:
-            what = f"{tensor} parts of {length // tensor} tokens between products"
+            what = "whole: no faster plan with parts was found"
         seconds = stage_seconds(problem, candidate, i)
         sent_s = seconds.forward_tensor_s + seconds.backward_tensor_s
         step_s = settings.microbatches * float(np.max(sent_s))

@@ -214,11 +214,11 @@ class Chunk:
     @property
     def sequence_parallel(self) -> bool:
         """Whether `tensor` cuts the sequences of the residual stream here."""
-        if self.kernels.sequence_parallel == "off":
-            return False
+        stage, _ = self.plan.chunks[self.index]
         size = lambda axis: self.mesh.shape.get(axis, 1)
         cut = size(Axis.TENSOR), size(Axis.CONTEXT)
-        return bool(work.sequence_cuts(self.model.context_length, *cut) > 1)
+        divides = work.sequence_cuts(self.model.context_length, *cut) > 1
+        return bool(self.plan.stages[stage].sequence_parallel and divides)
 
     @property
     def microbatch_size(self) -> int:

@@ -71,7 +71,7 @@ def shape_of(chunk) -> StageShape:
         dtype="float32",
         checkpointing=chunk.plan.activation_checkpointing,
         kept=(chunk.optimizer.config.moments,) * 2,
-        sequence_parallel=True,
+        sequence_parallel=chunk.sequence_parallel,
     )
 
 
