@@ -150,12 +150,6 @@ def stage_memory_bytes(
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     num_neighbours *= not stage.is_whole_step
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
-    sized = zip(stage.kinds(model), layer_parameters(model, stage), strict=True)
-    needs = [
-        _temporary_bytes(model, kind, stage, implementation)
-        + _new_gradient_bytes(model, kind, stage, num_parameters)
-        for (_, kind), num_parameters in sized
-    ]
     items = {
         "parameters": 1.0 * DTYPE_BYTES[stage.param_dtype] * trained / shards,
         "optimizer": 1.0 * kept_bytes(model, stage, shards),
@@ -163,7 +157,7 @@ def stage_memory_bytes(
         "gradients": 4.0 * trained,
         "activations": 1.0 * activations,
         "logits": 0.0,
-        "temporaries": functools.reduce(np.maximum, needs),
+        "temporaries": _neediest_bytes(model, stage, implementation),
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
     if stage.is_last:
@@ -206,6 +200,19 @@ def _orthogonalizing_bytes(matrices: Mapping[Matrix, int], num_devices: Numbers)
     """Bytes on each device that an update of Muon needs for matrices and their numbers."""
     dealt = [np.ceil(n / num_devices) * matrix.size for matrix, n in matrices.items()]
     return 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
+
+
+def _neediest_bytes(
+    model: ModelConfig, stage: StageShape, implementation: Implementation
+) -> Numbers:
+    """Temporary bytes of the layer whose backward needs most, with its gradients not yet added."""
+    sized = zip(stage.kinds(model), layer_parameters(model, stage), strict=True)
+    needs = [
+        _temporary_bytes(model, kind, stage, implementation)
+        + _new_gradient_bytes(model, kind, stage, num_parameters)
+        for (_, kind), num_parameters in sized
+    ]
+    return functools.reduce(np.maximum, needs)
 
 
 def _temporary_bytes(
