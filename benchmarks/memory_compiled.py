@@ -87,6 +87,7 @@ class StageCase(NamedTuple):
     @property
     def label(self) -> str:
         axes = ", ".join(f"{axis.value} {n}" for axis, n in self.mesh.sizes.items() if n > 1)
+        axes += ", sequences cut" * self.mesh.sequence_parallel
         moments = f"moments in {self.moments}" * (self.moments != "float32")
         layers = f"whole step of {self.num_layers} layers" * (self.num_stages == 1)
         what = [self.model, layers, f"checkpointing {self.checkpointing}", axes, moments]
@@ -112,6 +113,10 @@ CASES = [
             MeshShape(2, 2, 2),
         )
         for policy in ("none", "dots", "full")
+    ),
+    *(
+        StageCase("llama", policy, MeshShape(1, 1, 8, 1, 1), num_layers=16, num_stages=1)
+        for policy in ("none", "full")
     ),
 ]
 
@@ -140,6 +145,7 @@ def plan_of(case: StageCase) -> Plan:
                 fabrics={},
                 memory_bytes={},
                 seconds={},
+                sequence_parallel=bool(case.mesh.sequence_parallel),
             )
         )
     return Plan(
@@ -175,6 +181,7 @@ def shape_of(case: StageCase, index: int) -> StageShape:
         dtype="bfloat16",
         checkpointing=case.checkpointing,
         kept=(case.moments,) * 2,
+        sequence_parallel=case.mesh.sequence_parallel,
     )
 
 

@@ -6,24 +6,48 @@ Dims: ... any, N all of them merged, D width of the input, F width of the output
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as materialize
 
+from kernels.sequence_cut import SequenceCut, gathered, scattered
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+
+class Cuts(NamedTuple):
+    """The ends of a product where several devices share the tokens of each sequence."""
+
+    input: SequenceCut | None = None
+    output: SequenceCut | None = None
+
+
+UNCUT = Cuts()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def linears(
-    x: jax.Array, weights: tuple[jax.Array, ...], num_in: int = 1, dtype: str | None = None
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    num_in: int = 1,
+    dtype: str | None = None,
+    cuts: Cuts = UNCUT,
 ) -> tuple[jax.Array, ...]:
-    """x times each weight, contracting the last `num_in` dims of x: projections of one input.
+    """x times each weight, contracting the last dims of x: projections of one input.
 
-    x is [..., *I], a weight [*I, *F], its result [..., *F] in `dtype`, by default that of x. All
-    products are of arrays in the dtype of x. The gradient of a weight is in the dtype of the
+    All products are of arrays in the dtype of x. The gradient of a weight is in the dtype of the
     weight: of weights in float32 it is not rounded. The weights are kept for the backward pass as
-    they are, not as copies of another shape.
+    they are, not as copies of another shape. An x whose sequences are cut is kept so, and gathered
+    again.
+
+    Args:
+      x: [..., *I].
+      weights: [*I, *F] each; the result of each is [..., *F].
+      num_in: dims of x that are contracted, its last.
+      dtype: of the results, by default that of x.
+      cuts: how the sequences of x and of the results are cut, if they are.
     """
-    return _forward(x, weights, num_in, dtype)[0]
+    return _forward(x, weights, num_in, dtype, cuts)[0]
 
 
 def linear(x: jax.Array, w_DF: jax.Array, dtype: str | None = None) -> jax.Array:
@@ -37,9 +61,18 @@ def flat(array: jax.Array, split: int) -> jax.Array:
 
 
 def _forward(
-    x: jax.Array, weights: tuple[jax.Array, ...], num_in: int, dtype: str | None
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    num_in: int,
+    dtype: str | None,
+    cuts: Cuts = UNCUT,
 ) -> tuple[tuple, tuple]:
     lead = x.ndim - num_in
+    if cuts != UNCUT:
+        x = scattered(x, cuts.input)  # so it is kept
+        whole = gathered(x, cuts.input)
+        multiply = functools.partial(_contracted, num_in=num_in, dtype=dtype)
+        return tuple(scattered(multiply(whole, w), cuts.output) for w in weights), (x, weights)
     x_ND = flat(x, lead)
     multiply = functools.partial(jnp.matmul, preferred_element_type=dtype)
     products = [multiply(x_ND, flat(w, num_in).astype(x.dtype)) for w in weights]
@@ -50,17 +83,57 @@ def _forward(
     return tuple(ys), (x, weights)
 
 
+def _contracted(
+    x: jax.Array, w: jax.Array, num_in: int, dtype: str | None = None, *, is_turned: bool = False
+) -> jax.Array:
+    """x [..., *I] times w [*I, *F], or if it `is_turned` [*F, *I]; no dims are merged.
+
+    The result can so be cut along any of them, where XLA would have to have a merged dim whole.
+    """
+    mine = tuple(range(x.ndim - num_in, x.ndim))
+    start = w.ndim - num_in if is_turned else 0
+    dims = (mine, tuple(range(start, start + num_in))), ((), ())
+    return jax.lax.dot_general(x, w.astype(x.dtype), dims, preferred_element_type=dtype)
+
+
 def _backward(
-    num_in: int, dtype: str | None, saved: tuple, dys: tuple[jax.Array, ...]
+    num_in: int,
+    dtype: str | None,
+    cuts: Cuts,
+    saved: tuple,
+    dys: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, tuple]:
     x, weights = saved
     lead = x.ndim - num_in
     dys = materialize(tuple(dy.astype(x.dtype) for dy in dys))
+    if cuts != UNCUT:
+        return _cut_backward(num_in, cuts, x, weights, dys)
     x_ND, dys = flat(x, lead), tuple(flat(dy, lead) for dy in dys)
     pairs = list(zip(dys, weights, strict=True))
     first, *rest = (dy @ flat(w, num_in).astype(x.dtype).T for dy, w in pairs)
     dweights = tuple(weight_gradient(x_ND, dy, w.dtype).reshape(w.shape) for dy, w in pairs)
     return sum(rest, first).reshape(x.shape), dweights
+
+
+def _cut_backward(
+    num_in: int,
+    cuts: Cuts,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    dys: tuple[jax.Array, ...],
+) -> tuple[jax.Array, tuple]:
+    """`_backward` where the sequences of x or of the results are cut."""
+    lead = x.ndim - num_in
+    pairs = [(gathered(dy, cuts.output), w) for dy, w in zip(dys, weights, strict=True)]
+    first, *rest = (_contracted(dy, w, w.ndim - num_in, is_turned=True) for dy, w in pairs)
+    dx = scattered(sum(rest, first), cuts.input)
+    # Behind a barrier, or XLA would keep what the forward has gathered.
+    x_ND = flat(gathered(materialize(x), cuts.input), lead)
+    dweights = tuple(
+        weight_gradient(x_ND, flat(dy, lead), w.dtype).reshape(w.shape) for dy, w in pairs
+    )
+    # Or XLA puts products for weights off, and all that they read stays gathered.
+    return materialize((dx, dweights))
 
 
 linears.defvjp(_forward, _backward)
@@ -172,7 +245,7 @@ def _of_activation_backward(activation: str, saved: tuple, dy: jax.Array) -> tup
     inner, w_FD = saved
     dy, inner = materialize((dy, inner))
     hidden, pullback = jax.vjp(functools.partial(activate, activation), inner)
-    dhidden, (dw_FD,) = _backward(1, None, (materialize(hidden), (w_FD,)), (dy,))
+    dhidden, (dw_FD,) = _backward(1, None, UNCUT, (materialize(hidden), (w_FD,)), (dy,))
     [dinner] = materialize(pullback(materialize(dhidden)))
     return dinner, dw_FD
 
@@ -186,7 +259,7 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) + row).astype(y.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 7))
 def feed_forward(
     activation: str,
     x: jax.Array,
@@ -195,6 +268,7 @@ def feed_forward(
     b_in: tuple[jax.Array, ...] = (),
     added: tuple[jax.Array | None, ...] = (),
     reads: tuple[jax.Array | None, ...] = (),
+    cut: SequenceCut | None = None,
 ) -> tuple[jax.Array, ...]:
     """activation(x @ w_in + added + b_in) times each weight of `w_out`.
 
@@ -210,8 +284,9 @@ def feed_forward(
       added: what is added to the product with each weight of `w_in`, [..., F]; None: nothing.
       reads: for each weight of `w_out`, which numbers it reads, booleans [..., F]; the others count
         as zeros. None: all.
+      cut: how the sequences of x and of the results are cut, if they are.
     """
-    return _feed_forward_forward(activation, x, w_in, w_out, b_in, added, reads)[0]
+    return _feed_forward_forward(activation, x, w_in, w_out, b_in, added, reads, cut)[0]
 
 
 def _read(hidden: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -226,8 +301,11 @@ def _feed_forward_forward(
     b_in: tuple[jax.Array, ...],
     added: tuple[jax.Array | None, ...],
     reads: tuple[jax.Array | None, ...],
+    cut: SequenceCut | None,
 ) -> tuple[tuple[jax.Array, ...], tuple]:
-    inner = tuple(x @ w.astype(x.dtype) for w in w_in)
+    x = scattered(x, cut)  # so it is kept
+    whole = gathered(x, cut)
+    inner = tuple(whole @ w.astype(x.dtype) for w in w_in)
     if added:
         both = zip(inner, added, strict=True)
         inner = tuple(u if extra is None else u + extra for u, extra in both)
@@ -237,31 +315,35 @@ def _feed_forward_forward(
     hidden = materialize(activate(activation, inner))
     masks = reads or (None,) * len(w_out)
     ys = tuple(
-        _read(hidden, mask) @ w.astype(x.dtype) for w, mask in zip(w_out, masks, strict=True)
+        scattered(_read(hidden, mask) @ w.astype(x.dtype), cut)
+        for w, mask in zip(w_out, masks, strict=True)
     )
     is_added = tuple(None if extra is None else () for extra in added)  # structure alone
     return ys, (x, w_in, inner, w_out, (None,) * len(b_in), is_added, reads)
 
 
 def _feed_forward_backward(
-    activation: str, saved: tuple, dys: tuple[jax.Array, ...]
+    activation: str, cut: SequenceCut | None, saved: tuple, dys: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple, tuple, tuple, tuple, tuple]:
     x, w_in, inner, w_out, b_in, is_added, reads = saved
     masks = reads or (None,) * len(w_out)
     dys, inner = materialize((dys, inner))
+    dys = tuple(gathered(dy, cut) for dy in dys)
     first, *rest = (
         _read(dy @ w.astype(x.dtype).T, mask) for dy, w, mask in zip(dys, w_out, masks, strict=True)
     )
     dh = materialize(sum(rest, first))
     hidden, pullback = jax.vjp(functools.partial(activate, activation), inner)
     [dinner] = materialize(pullback(dh))
-    dx, dw_in = _backward(1, None, (x, w_in), dinner)
+    dx, dw_in = _backward(1, None, Cuts(input=cut), (x, w_in), dinner)
     lead = x.ndim - 1
     hidden = materialize(hidden)
     dw_out = tuple(
         weight_gradient(flat(_read(hidden, mask), lead), flat(dy, lead), w.dtype)
         for dy, w, mask in zip(dys, w_out, masks, strict=True)
     )
+    if cut is not None:  # as in `_cut_backward`
+        dx, dw_out = materialize((dx, dw_out))
     rows = tuple(range(lead))
     pairs = zip(dinner, w_in, strict=True) if b_in else ()
     db_in = tuple(du.sum(rows, dtype=jnp.float32).astype(w.dtype) for du, w in pairs)

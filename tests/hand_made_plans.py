@@ -10,7 +10,7 @@ from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.parallel.mesh import build_meshes
-from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.stage_layouts import MeshShape
 from holmesjax.runtime.chunk import Chunk
@@ -44,6 +44,7 @@ def hand_made_plan(
     checkpointing="none",
     chunks=1,
     in_flight=(),
+    sequence_parallel=False,
 ) -> Plan:
     """Stages on consecutive devices; `data` to `context` are one number, or one for each stage."""
     blocks = iter(block_name(i) for i in range(sum(split)))
@@ -69,6 +70,7 @@ def hand_made_plan(
                 fabrics={},
                 memory_bytes={},
                 seconds={},
+                sequence_parallel=sequence_parallel and mesh[Axis.TENSOR] > 1,
             )
         )
         start = stop

@@ -104,6 +104,7 @@ class Row(NamedTuple):
             chunks=self.chunks,
             microbatches=self.microbatches,
             checkpointing=self.checkpointing,
+            sequence_parallel=True,
         )
 
     @property

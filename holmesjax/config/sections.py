@@ -78,6 +78,10 @@ class KernelsConfig:
     # The implementation of AdamW's step, also of what Muon leaves to AdamW. pallas: a kernel for
     # NVIDIA Hopper GPUs. auto: XLA, until the kernel has been measured as faster on the devices.
     optimizer: Literal["auto", "pallas", "xla"] = "auto"
+    # Whether `tensor` also cuts the tokens of each sequence between products, so that norms and
+    # sums are computed once, and less is kept. auto: in stages where the planner finds a faster
+    # plan so, and only then. on: in each stage where they divide. off: nowhere.
+    sequence_parallel: Literal["auto", "on", "off"] = "off"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -70,7 +70,7 @@ def residual_bytes(
     kept, attention = kind.kept, kind.attention
     is_middle = kind.place == "middle"
     policy = (checkpointing or stage.checkpointing) if is_middle else "none"
-    cuts = stage.tensor if implementation.sequence_parallel and is_middle else 1
+    cuts = work.stream_cuts(kind, model.context_length, stage, implementation)
     if policy == "full":
         return width * (kept.input.whole / cuts + kept.input.cut / stage.tensor)
     share = implementation.kept_products if policy == "dots" else 1.0
@@ -79,10 +79,15 @@ def residual_bytes(
     cut = kept.input.cut + share * results
     if policy == "dots":
         whole, cut = whole + kept.summed.whole, cut + kept.summed.cut
+    gathered = 0.0  # kept whole though the stream is cut
     if policy == "none":
-        # A code has a byte in the place of `width`.
+        # A code has a byte in the place of `width`; codes are made of what is gathered, and the
+        # head keeps what it reads.
         in_codes = 1.0 - 1.0 / width
-        whole += kept.between.whole - in_codes * kept.codes.whole
+        whole += kept.between.whole - kept.codes.whole
+        gathered = kept.codes.whole / width
+        if not is_middle:
+            whole, gathered = whole - kept.between.whole, kept.between.whole
         cut += kept.between.cut - in_codes * kept.codes.cut
     of_attention = 0.0
     if attention is not None:
@@ -91,7 +96,8 @@ def residual_bytes(
             scores += 4 * attention.heads
         of_attention = width * attention.heads * attention.head_width + scores
     masks = implementation.kept_mask_bytes * kept.input.whole * is_middle
-    return (width * whole + masks) / cuts + (of_attention + width * cut) / stage.tensor
+    of_stream = (width * whole + masks) / cuts + width * gathered
+    return of_stream + (of_attention + width * cut) / stage.tensor
 
 
 def stage_memory_bytes(
@@ -144,9 +150,6 @@ def stage_memory_bytes(
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
     num_neighbours *= not stage.is_whole_step
     boundary = work.boundary_bytes(model, num_tokens, stage.dtype)
-    temporaries = [
-        _temporary_bytes(model, kind, stage, implementation) for _, kind in stage.kinds(model)
-    ]
     items = {
         "parameters": 1.0 * DTYPE_BYTES[stage.param_dtype] * trained / shards,
         "optimizer": 1.0 * kept_bytes(model, stage, shards),
@@ -154,7 +157,7 @@ def stage_memory_bytes(
         "gradients": 4.0 * trained,
         "activations": 1.0 * activations,
         "logits": 0.0,
-        "temporaries": functools.reduce(np.maximum, temporaries),
+        "temporaries": _neediest_bytes(model, stage, implementation),
         "boundaries": boundary * 2 * BUFFERS * num_neighbours,
     }
     if stage.is_last:
@@ -199,6 +202,19 @@ def _orthogonalizing_bytes(matrices: Mapping[Matrix, int], num_devices: Numbers)
     return 12.0 * sum(dealt) + 16.0 * max(matrix.size for matrix in matrices)
 
 
+def _neediest_bytes(
+    model: ModelConfig, stage: StageShape, implementation: Implementation
+) -> Numbers:
+    """Temporary bytes of the layer whose backward needs most, with its gradients not yet added."""
+    sized = zip(stage.kinds(model), layer_parameters(model, stage), strict=True)
+    needs = [
+        _temporary_bytes(model, kind, stage, implementation)
+        + _new_gradient_bytes(model, kind, stage, num_parameters)
+        for (_, kind), num_parameters in sized
+    ]
+    return functools.reduce(np.maximum, needs)
+
+
 def _temporary_bytes(
     model: ModelConfig, kind: Kind, stage: StageShape, implementation: Implementation
 ) -> Numbers:
@@ -206,7 +222,8 @@ def _temporary_bytes(
 
     It needs what is computed again, the result of the activation function and the gradients of that
     and of its arguments, and some arrays of the residual stream, c T (a F / tensor + n D) with a =
-    2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. It is what XLA allots on a GPU
+    2, or 3 for SwiGLU, n = 4, or 8 with `tensor`. With sequences cut between products, what is
+    gathered takes as much as what was whole. It is what XLA allots on a GPU
     (`benchmarks.memory_compiled`); on a CPU it allots more.
     """
     width = DTYPE_BYTES[stage.dtype]
@@ -217,6 +234,18 @@ def _temporary_bytes(
         - residual_bytes(model, kind, stage, implementation)
     )
     return stage_tokens(model, stage) * per_token
+
+
+def _new_gradient_bytes(
+    model: ModelConfig, kind: Kind, stage: StageShape, num_parameters: Numbers
+) -> Numbers:
+    """Bytes of a layer's gradients before they are added to a step's, where sequences are cut.
+
+    They come out of a barrier (`kernels.linear._cut_backward`), and so as float32 arrays of their
+    own. Elsewhere a product adds to the sum in its place.
+    """
+    cuts = work.stream_cuts(kind, model.context_length, stage)
+    return np.where((cuts > 1) & (kind.place == "middle"), 4.0 * num_parameters, 0.0)
 
 
 def _gathered_bytes(

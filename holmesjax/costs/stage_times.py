@@ -26,10 +26,11 @@ from holmesjax.costs.products import (
     trained_products,
 )
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.costs.tensor_times import tensor_s
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.layer_specs.model_layers import cached
-from holmesjax.topology.machines import DeviceKind, Numbers
+from holmesjax.topology.machines import DeviceKind, Numbers, Sizes
 from kernels.attention.choice import AttentionChoice
 
 # Numbers that a layer's backward moves between its products, to those of its forward: the gradient
@@ -109,6 +110,7 @@ class _LayerShape(NamedTuple):
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
+    sequence_parallel: Sizes
 
     @classmethod
     def of(cls, stage: StageShape, **cuts: int) -> "_LayerShape":
@@ -145,9 +147,8 @@ def _layer_seconds(
     products = layer_products(kind, num_tokens, stage.tensor)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
     attention = attention_products(kind, length, num_tokens, stage.tensor, stage.context)
-    whole, cut = work.layer_numbers(kind, stage.tensor)
-    if implementation.sequence_parallel:
-        whole /= stage.tensor
+    cuts = work.stream_cuts(kind, length, stage, implementation)
+    whole, cut = work.layer_numbers(kind, stage.tensor, cuts)
     heads = kind.attention.heads if kind.attention else 0
     pairs = num_tokens * length * heads / stage.tensor
     products_s = device.products_s([*products, *mixed], stage.dtype)
@@ -235,22 +236,25 @@ def _seconds_by_stage(
     implementation: Implementation,
 ) -> _SecondsByStage:
     """Seconds of a layer of one kind, in the shape of the stage's numbers."""
-    like = _LayerShape.of(stage, sequences=0, tensor=0, context=0)
+    like = _LayerShape.of(stage, sequences=0, tensor=0, context=0, sequence_parallel=0)
     known = _known_layers(model, number, like, device, implementation)
 
-    def of(cut: tuple[int, int, int]) -> _LayerSeconds:
+    def of(cut: tuple[int, int, int, int]) -> _LayerSeconds:
         if cut not in known:
-            sequences, tensor, context = cut
-            shape = like._replace(sequences=sequences, tensor=tensor, context=context)
+            sequences, tensor, context, is_cut = cut
+            shape = like._replace(
+                sequences=sequences, tensor=tensor, context=context, sequence_parallel=is_cut
+            )
             known[cut] = _layer_seconds(model, number, shape, device, implementation)
         return known[cut]
 
     if not np.ndim(stage.sequences):
-        sizes: Any = stage.sequences, stage.tensor, stage.context
+        sizes: Any = stage.sequences, stage.tensor, stage.context, stage.sequence_parallel
         return _SecondsByStage(*of(sizes))
-    cuts = np.array([stage.sequences, stage.tensor, stage.context])
-    found = [of(cut) for cut in map(tuple, cuts.reshape(3, -1).T.tolist())]
-    forward_s, backward_s, weight_s = np.reshape(np.transpose(found), cuts.shape)
+    given = stage.sequences, stage.tensor, stage.context, stage.sequence_parallel
+    cuts = np.stack(np.broadcast_arrays(*given))
+    found = [of(cut) for cut in map(tuple, cuts.reshape(4, -1).T.tolist())]
+    forward_s, backward_s, weight_s = np.reshape(np.transpose(found), (3, *cuts.shape[1:]))
     return _SecondsByStage(forward_s, backward_s, weight_s)
 
 
@@ -261,8 +265,8 @@ def _known_layers(
     like: _LayerShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> dict[tuple[int, int, int], _LayerSeconds]:
-    """The known seconds of a layer by its sequences, `tensor` and `context`; `_layers` adds to it.
+) -> dict[tuple[int, int, int, int], _LayerSeconds]:
+    """The known seconds of a layer by sequences, `tensor`, `context` and whether these are cut.
 
     A search asks for the same layers over and over, and hashing a model takes longer than that.
     """
@@ -286,7 +290,8 @@ def _end_s(
     weights = [product.gradients[1] for product in trained]
     times = (device.products_s(p, stage.dtype) for p in ([*products, *mixed], inputs, weights))
     forward_s, input_s, weight_s = times
-    whole, cut = work.layer_numbers(kind, tensor)
+    cuts = work.stream_cuts(kind, model.context_length, stage)
+    whole, cut = work.layer_numbers(kind, tensor, cuts)
     numbers_s = float(device.between_s(num_tokens * (whole + cut) * DTYPE_BYTES[stage.dtype]))
     return forward_s + numbers_s, input_s + BACKWARD_NUMBERS * numbers_s, weight_s
 
@@ -403,27 +408,6 @@ def _context_s(
     return forward_s + moved_s, backward_s + moved_s
 
 
-def _tensor_s(
-    model: ModelConfig, stage: StageShape, tensor: Group | Groups | None
-) -> tuple[Numbers, Numbers]:
-    """Seconds of a microbatch for all-reduces over `tensor`: forward, backward."""
-    num_tokens = stage_tokens(model, stage)
-    counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
-    for count, kind in stage.kinds(model):
-        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
-            both = counts.setdefault(numbers, [0, 0])
-            both[0] += count * forward
-            both[1] += count * backward
-    forward_s: Numbers = 0.0
-    backward_s: Numbers = 0.0
-    for numbers, (forward, backward) in counts.items():
-        num_bytes = 1.0 * num_tokens * numbers * DTYPE_BYTES[stage.dtype]
-        all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
-        forward_s += forward * all_reduce_s
-        backward_s += backward * all_reduce_s
-    return forward_s, backward_s
-
-
 def stage_times(
     model: ModelConfig,
     stage: StageShape,
@@ -464,7 +448,9 @@ def stage_times(
         reduce(np.maximum, seconds_of_kinds) for seconds_of_kinds in zip(*of_kinds, strict=True)
     )
     _, trained = held_parameters(model, stage)
-    forward_tensor_s, backward_tensor_s = _tensor_s(model, stage, tensor)
+    forward_tensor_s, backward_tensor_s, beside_s = tensor_s(model, stage, tensor)
+    hidden_s = np.minimum(beside_s, weight_s)
+    backward_tensor_s = backward_tensor_s - (2 - OVERLAP_SLOWDOWN) * hidden_s
     if implementation.tensor_overlaps:
         forward_tensor_s = exposed_s(forward_tensor_s, forward_s, stage.tensor)
         backward_tensor_s = exposed_s(backward_tensor_s, backward_s, stage.tensor)

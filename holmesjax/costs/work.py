@@ -6,9 +6,12 @@ The matrix products are in `products`.
     F  feed-forward width   V  vocabulary size   S  tokens in a sequence   T  tokens in all
 """
 
+from typing import Protocol
+
 import numpy as np
 
 from holmesjax.config import Checkpointing, ModelConfig
+from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.parameters import row_numbers
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.layer_specs.kind import Kind
@@ -61,9 +64,61 @@ def parts_received(kind: Kind, length: int, context: Sizes = 1) -> Numbers:
     return np.where(context > 1, np.minimum(runs, 2 * context - 1), 0.0)
 
 
-def layer_numbers(kind: Kind, tensor: Sizes = 1) -> tuple[float, Numbers]:
-    """Numbers that a layer's forward moves between its products, per token: whole, and cut."""
-    return float(kind.moved.whole), kind.moved.cut / tensor
+def sequence_cuts(length: int, tensor: Sizes, context: Sizes = 1) -> Sizes:
+    """Parts into which sequence parallelism cuts the tokens of a device between products.
+
+    As many as devices share each product; 1 where the tokens do not divide.
+
+    >>> int(sequence_cuts(64, 4)), int(sequence_cuts(64, 4, context=2)), int(sequence_cuts(6, 4))
+    (4, 4, 1)
+    """
+    return np.where(length // context % tensor == 0, tensor, 1)
+
+
+class Cut(Protocol):
+    """How a stage is cut, of which `StageShape` has more."""
+
+    @property
+    def tensor(self) -> Sizes: ...
+    @property
+    def context(self) -> Sizes: ...
+    @property
+    def sequence_parallel(self) -> Sizes: ...
+
+
+def stream_cuts(
+    kind: Kind, length: int, stage: Cut, implementation: Implementation = HOLMESJAX
+) -> Sizes:
+    """Parts into which `tensor` cuts what a layer has between its products, along sequences.
+
+    Args:
+      kind: of the layer.
+      length: tokens of a sequence.
+      stage: how the stage is cut.
+      implementation: how layers are computed.
+    """
+    if implementation.sequence_parallel and kind.place == "middle":
+        return stage.tensor
+    if not kind.cuts_sequences:
+        return 1
+    cuts = sequence_cuts(length, stage.tensor, stage.context)
+    return np.where(stage.sequence_parallel, cuts, 1)
+
+
+def gathered_again(kind: Kind, numbers: int, width: int, is_cut: Sizes) -> Sizes:
+    """How often a backward gathers an array again of which a device kept its own tokens alone.
+
+    Those are the inputs of the first products of attention and of the feed-forward.
+    """
+    return 2 * is_cut * (kind.cuts_sequences and kind.place == "middle" and numbers == width)
+
+
+def layer_numbers(kind: Kind, tensor: Sizes = 1, cuts: Sizes = 1) -> tuple[Numbers, Numbers]:
+    """Numbers that a layer's forward moves between its products, per token: whole, and cut.
+
+    `cuts` are those of the residual stream, from `sequence_cuts`.
+    """
+    return kind.moved.whole / cuts, kind.moved.cut / tensor
 
 
 def looked_up_bytes(

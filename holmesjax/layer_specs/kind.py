@@ -240,6 +240,9 @@ class Kind:
     reads: tuple[BatchArray, ...] | None = None
     # The shape of the array that layers hand on for one sequence; (): [context_length, width].
     boundary: tuple[int, ...] = ()
+    # Whether its function leaves the residual stream cut along sequences over `tensor`, where the
+    # stage asks for it (`ops.Kernels.sequence_cut`).
+    cuts_sequences: bool = False
     draw: str = ""  # that draws initial values, as "module:function", where parameters are `Drawn`
 
     def size(self, tensor: int = 1) -> int:

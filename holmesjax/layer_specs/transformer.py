@@ -36,6 +36,7 @@ def embed_spec(model: ModelConfig) -> Kind:
     return Kind(
         name="embed",
         function="holmesjax.models.transformer:embed",
+        cuts_sequences=True,
         parameters=tuple(parameters),
         place="first",
         collectives=(_all_reduces(model, forward=1),),
@@ -59,6 +60,7 @@ def block_spec(model: ModelConfig) -> Kind:
     return Kind(
         name="block",
         function="holmesjax.models.transformer:block",
+        cuts_sequences=True,
         parameters=_block_parameters(model),
         products=(
             WeightProduct(
@@ -108,6 +110,7 @@ def head_spec(model: ModelConfig) -> Kind:
     return Kind(
         name="head",
         function="holmesjax.models.transformer:head",
+        cuts_sequences=True,
         parameters=(*_norm(model, "norm"), *(() if model.tied_embeddings else (output,))),
         place="last",
         borrows=("embed/token_VD",) if model.tied_embeddings else (),

@@ -56,6 +56,11 @@ class Context:
     key_Bk: jax.Array | None = None  # random bits of each sequence, for kinds that draw; uint32
     trains: jax.Array | None = None  # for the same: false in a validation, where nothing is drawn
 
+    @property
+    def sequence_cut(self) -> ops.SequenceCut | None:
+        """How the sequences of the residual stream are cut here, if they are."""
+        return self.kernels.sequence_cut if self.kind.cuts_sequences else None
+
     def random(self, draw: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """`draw(key)` of each sequence, an array [L, ...] each; of parts, as other arrays are."""
         assert self.key_Bk is not None, f"{self.kind.name} must state that it draws"

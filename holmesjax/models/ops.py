@@ -54,6 +54,8 @@ from kernels.fp8 import (
     later_maxima,
 )
 from kernels.linear import (
+    UNCUT,
+    Cuts,
     add_bias,
     feed_forward,
     linear,
@@ -74,6 +76,7 @@ from kernels.moments import (
     zero_moment,
 )
 from kernels.norm import layer_norm, rms_norm
+from kernels.sequence_cut import SequenceCut, gathered, scattered
 
 __all__ = [
     "CUDNN_PRIMITIVE",
@@ -82,11 +85,13 @@ __all__ = [
     "UNCHECKED",
     "AttentionChoice",
     "Coded",
+    "Cuts",
     "Hyperparameters",
     "Kernels",
     "Leaf",
     "OptimizerChoice",
     "Quantized",
+    "SequenceCut",
     "adamw",
     "add_bias",
     "attention",
@@ -107,6 +112,7 @@ __all__ = [
     "fp8_linears",
     "fp8_of_activation",
     "from_parts",
+    "gathered",
     "largest",
     "later_maxima",
     "layer_norm",
@@ -122,6 +128,7 @@ __all__ = [
     "round_parameter",
     "router_logits",
     "rule_of",
+    "scattered",
     "separate",
     "to_parts",
     "token_positions",
@@ -144,6 +151,8 @@ class Kernels:
     # devices keep a part each may then lie with their dims exchanged (`_turn`).
     after_products: bool = False
     parameters: str = "float32"  # how those that train are kept
+    # Whether `tensor` cuts sequences between products, for the kinds that state that they can.
+    sequence_parallel: bool = False
 
     @property
     def device(self) -> jax.Device:
@@ -154,11 +163,20 @@ class Kernels:
         """How `sharding` cuts dims: sequences, or their parts, heads, the vocabulary, the width."""
         if self.mesh is None or self.mesh.size == 1:
             return None
-        has = lambda *axes: tuple(axis.value for axis in axes if axis in self.mesh.shape)
-        heads = has(Axis.TENSOR)
-        parts = ("B", has(Axis.CONTEXT, Axis.FSDP)), ("D", has(Axis.FSDP, Axis.CONTEXT))
+        parts = (
+            ("B", self._axes(Axis.CONTEXT, Axis.FSDP)),
+            ("D", self._axes(Axis.FSDP, Axis.CONTEXT)),
+        )
+        heads = self._axes(Axis.TENSOR)
         axes_of = (*parts, *((dim, heads) for dim in TENSOR_DIMS))
         return Shards(self.mesh, axes_of, Axis.CONTEXT.value if self.context > 1 else None)
+
+    @property
+    def sequence_cut(self) -> SequenceCut | None:
+        """How `tensor` cuts sequences between products; None: it does not."""
+        if self.mesh is None or not self.sequence_parallel:
+            return None
+        return SequenceCut(self.mesh, self._axes(Axis.CONTEXT, Axis.FSDP), Axis.TENSOR.value)
 
     @property
     def context(self) -> int:
@@ -176,6 +194,11 @@ class Kernels:
         least = 2 if self.config.cross_entropy == "chunked" else 1
         return min(max(least, int(num_chunks)), L)
 
+    def _axes(self, *axes: Axis) -> tuple[str, ...]:
+        """Those of the axes that the mesh has."""
+        assert self.mesh is not None, "a mesh has axes"
+        return tuple(axis.value for axis in axes if axis in self.mesh.shape)
+
     def size(self, axis: Axis) -> int:
         """Devices along an axis of the mesh."""
         return 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
@@ -189,9 +212,9 @@ def separate(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def contract(x: jax.Array, w: jax.Array) -> jax.Array:
+def contract(x: jax.Array, w: jax.Array, cuts: Cuts = UNCUT) -> jax.Array:
     """x [B, L, *I] times w [*I, *F]: [B, L, *F]."""
-    return linears(x, (w,), x.ndim - 2)[0]
+    return linears(x, (w,), x.ndim - 2, None, cuts)[0]
 
 
 def to_parts(x_BL: jax.Array, kernels: Kernels) -> jax.Array:

@@ -12,7 +12,15 @@ from holmesjax.models import ops
 
 
 class Products:
-    """Products in the dtype of the activations. The dims are those of `models.transformer`."""
+    """Products in the dtype of the activations. The dims are those of `models.transformer`.
+
+    Args:
+      cut: how the sequences of the residual stream are cut, if they are: of what the products into
+        attention and the feed-forward read, and of what those out of them give.
+    """
+
+    def __init__(self, cut: ops.SequenceCut | None = None):
+        self._cut = cut
 
     def linears(
         self, reads: str, x: jax.Array, weights: Sequence[jax.Array], num_in: int = 1
@@ -25,7 +33,12 @@ class Products:
           weights: [*I, *F] each.
           num_in: dims of x that are contracted, its last.
         """
-        return ops.linears(x, tuple(weights), num_in)
+        return ops.linears(x, tuple(weights), num_in, None, self.cuts(reads))
+
+    def cuts(self, reads: str) -> ops.Cuts:
+        """The ends at which sequences are cut, of products of the input of this name."""
+        into = reads in ("attention", "feed_forward")
+        return ops.Cuts(input=self._cut) if into else ops.Cuts(output=self._cut)
 
     def feed_forward(
         self,
@@ -48,7 +61,7 @@ class Products:
           added: what is added to the product with each weight of `w_in`; None: nothing.
           reads: for each weight of `w_out`, which numbers it reads, booleans; None: all.
         """
-        return ops.feed_forward(activation, x_BLD, w_in, w_out, b_in, added, reads)
+        return ops.feed_forward(activation, x_BLD, w_in, w_out, b_in, added, reads, self._cut)
 
     def sums(self) -> dict[str, jax.Array]:
         """`Auxiliary.sums` of the products so far."""
@@ -66,9 +79,11 @@ class Fp8Products(Products):
       params: of the layer. `fp8/codes` has its weights as codes, by name, where they are there;
         else they are made here. With `fp8/maxima_ST`, the largest magnitudes of the inputs in the
         last steps, scales follow from these; without, an input has the scale of its own magnitude.
+      cut: that of `Products`. Its arrays are gathered before they become codes.
     """
 
-    def __init__(self, kind: Kind, params: Mapping[str, Any]):
+    def __init__(self, kind: Kind, params: Mapping[str, Any], cut: ops.SequenceCut | None = None):
+        super().__init__(cut)
         own = params.get("fp8", {})
         self._maxima_ST: jax.Array | None = own.get("maxima_ST")
         num_in = {parameter.name: parameter.matrix for parameter in kind.parameters}
@@ -83,10 +98,11 @@ class Fp8Products(Products):
         self, reads: str, x: jax.Array, weights: Sequence[jax.Array], num_in: int = 1
     ) -> tuple[jax.Array, ...]:
         # The input of `out` is kept anyway: attention's backward reads it.
-        how = num_in, reads != "out"
+        how, cuts = (num_in, reads != "out"), self.cuts(reads)
+        x = ops.gathered(x, cuts.input)
         args = x, tuple(weights), self._codes[reads], self._scale(reads)
         ys, self._maxima[reads] = ops.fp8_linears(*args, *how)
-        return ys
+        return tuple(ops.scattered(y, cuts.output) for y in ys)
 
     def feed_forward(
         self,
@@ -105,12 +121,13 @@ class Fp8Products(Products):
             inner = tuple(map(ops.add_bias, inner, b_in))
         [w_FD] = w_out
         if "down" not in self._codes:
-            return (ops.linear_of_activation(activation, inner, w_FD),)
+            y_BLD = ops.linear_of_activation(activation, inner, w_FD)
+            return (ops.scattered(y_BLD, self._cut),)
         [of_w] = self._codes["down"]
         y_BLD, self._maxima["down"] = ops.fp8_of_activation(
             activation, inner, w_FD, of_w, self._scale("down")
         )
-        return (y_BLD,)
+        return (ops.scattered(y_BLD, self._cut),)
 
     def _scale(self, reads: str) -> jax.Array | None:
         if self._maxima_ST is None:

@@ -42,7 +42,7 @@ def embed(params: Params, _: None, context: Context) -> tuple[jax.Array, Auxilia
         vectors = ops.embedding(params["position_PD"], context.position_L)
         # Added in the dtype of the table, in which its gradient is then summed over sequences.
         x_BLD = (x_BLD + vectors.reshape(-1, *x_BLD.shape[1:])).astype(x_BLD.dtype)
-    return x_BLD, Auxiliary()
+    return ops.scattered(x_BLD, context.sequence_cut), Auxiliary()
 
 
 def block(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
@@ -54,11 +54,12 @@ def block(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array
     def normed(name: str, x_BLD: jax.Array) -> jax.Array:
         return norm(params[name], x_BLD, context) if name in params else x_BLD
 
-    products = PLAIN
+    cut = context.sequence_cut
+    products = Products(cut)
     if context.cache is None:
         x_BLD = ops.separate(x_BLD)
         if weights_by_input(context.kind):
-            products = Fp8Products(context.kind, params)
+            products = Fp8Products(context.kind, params, cut)
     y_BLD, cache = attention(params, normed("attention_norm", x_BLD), context, products)
     x_BLD = ops.separate(x_BLD + normed("attention_post_norm", y_BLD))
     y_BLD = feed_forward(params, normed("mlp_norm", x_BLD), context, products)
@@ -73,7 +74,7 @@ def head(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array,
     Its gradient is that of the loss and the z-loss. Logits are computed in chunks where they are
     many.
     """
-    h_BLD = norm(params["norm"], ops.separate(x_BLD), context)
+    h_BLD = ops.gathered(norm(params["norm"], ops.separate(x_BLD), context), context.sequence_cut)
     is_tied = TABLE in params
     w = params[TABLE if is_tied else "output_DV"]
     project = ops.linear_transposed if is_tied else ops.linear

@@ -71,6 +71,7 @@ class StagePlan:
     # Predicted, per step: compute, tensor, fsdp and context if used, data, boundary.
     seconds: dict[str, float]
     task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
+    sequence_parallel: bool = False  # whether `tensor` cuts sequences between products
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -248,6 +249,9 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("pipes", "queues", "idle_because", "islands", "meeting"):
         if not values[name]:
             del values[name]  # so a plan without any has the hash that it always had
+    for stage in values["stages"]:
+        if not stage["sequence_parallel"]:
+            del stage["sequence_parallel"]
     return values
 
 
@@ -455,12 +459,13 @@ def _proof(plan: Plan, is_pinned: bool) -> str:
 def _details(stage: StagePlan) -> list[str]:
     """Mesh, memory and time of a stage."""
     axes = [f"{axis} {size} ({stage.fabrics[axis]})" for axis, size in stage.mesh.items()]
+    cut = ", tensor also cuts sequences between products" * stage.sequence_parallel
     items = sorted(stage.memory_bytes.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
     total = show(sum(stage.memory_bytes.values()), "B")
     seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
     details = {
-        "mesh": " x ".join(axes),
+        "mesh": " x ".join(axes) + cut,
         "memory": f"{total} a device: {largest}",
         "time": seconds,
     }

@@ -67,6 +67,7 @@ def as_plan(
                 memory_bytes={name: float(size) for name, size in items.items()},
                 seconds=parts[i] | {"boundary": sent_s},
                 task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
+                sequence_parallel=bool(slot.mesh.sequence_parallel),
             )
         )
     assert sum(assignment.layers) == config.model.num_layers, f"{assignment.layers} drops layers"

@@ -34,7 +34,12 @@ from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
 from holmesjax.planner.stage_costs import StageCosts
-from holmesjax.planner.stage_kernels import StageKernel, stage_attention, stage_update
+from holmesjax.planner.stage_kernels import (
+    StageKernel,
+    stage_attention,
+    stage_sequences,
+    stage_update,
+)
 from holmesjax.planner.stage_layouts import (
     Devices,
     MeshShape,
@@ -91,6 +96,7 @@ class Explanation:
     best: tuple[Ranked, ...]  # the first is the plan
     attention: tuple[StageKernel, ...]  # of the plan
     update: tuple[StageKernel, ...]
+    sequences: tuple[StageKernel, ...]  # of stages with `tensor`
     against: tuple[Alternative, ...]
     clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
     upgrades: tuple[Alternative, ...]
@@ -127,6 +133,7 @@ def explain(
         best=tuple(ranked),
         attention=tuple(stage_attention(problem, chosen)),
         update=tuple(stage_update(problem, chosen)),
+        sequences=tuple(stage_sequences(problem, chosen)),
         against=tuple(_against(problem, chosen, say)),
         clusters=tuple(_clusters(problem, found.best, say)),
         upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, found, say)),
@@ -186,6 +193,7 @@ def _pipeline(problem: Problem, candidate: Candidate) -> str:
             pairs = zip(kinds, counts, strict=True)
             held += f": {plans.of_kinds(kind.name for kind, n in pairs for _ in range(n))}"
         mesh = " x ".join(f"{axis} {size}" for axis, size in segment.mesh.sizes.items() if size > 1)
+        mesh += ", sequences cut" * segment.mesh.sequence_parallel
         texts.append(f"{problem.pools[segment.pool].cluster.name} {held} ({mesh or 'one device'})")
     return " > ".join(texts)
 
@@ -456,6 +464,7 @@ def describe(explanation: Explanation) -> list[str]:
     for title, kernels in (
         ("what will compute attention, and its time in a step", explanation.attention),
         ("what will do AdamW's step, and the time of the update", explanation.update),
+        ("the tokens that tensor leaves to a device, and its exposed time", explanation.sequences),
     ):
         if kernels:
             lines.append(title)

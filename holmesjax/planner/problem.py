@@ -212,7 +212,8 @@ class Problem:
 
     def meshes(self, pool_index: int, settings: StepSettings) -> list[MeshShape]:
         """The meshes that a stage may have on a pool."""
-        key = pool_index, settings.microbatches, self.config.parallel
+        own = self.config.parallel, self.config.kernels.sequence_parallel
+        key = pool_index, settings.microbatches, own
         if key not in self._meshes:
             found = meshes(self.config, self.pools[pool_index], settings)
             self._meshes[key] = list(found)

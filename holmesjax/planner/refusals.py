@@ -14,6 +14,7 @@ from holmesjax.files import schema
 from holmesjax.layer_specs.distinct_kinds import block_counts
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.layer_specs.model_layers import layers
+from holmesjax.plan.plan import Axis
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, divisors, most_parts
@@ -174,10 +175,9 @@ def _refuse_crowded_clusters(config: Config, topology: Topology) -> None:
 def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
     """The sizes of axes that the config sets, and the smallest mesh that has them."""
     parallel = config.parallel
-    sizes = {
-        name: size for name in MeshShape._fields if (size := getattr(parallel, name)) is not None
-    }
-    return sizes, MeshShape(**dict.fromkeys(MeshShape._fields, 1) | sizes)
+    names = [name for name in MeshShape._fields if name in tuple(Axis)]
+    sizes = {name: size for name in names if (size := getattr(parallel, name)) is not None}
+    return sizes, MeshShape(**{"data": 1, "fsdp": 1, "tensor": 1} | sizes)
 
 
 def _num_stages(config: Config) -> int | None:

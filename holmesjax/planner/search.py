@@ -5,7 +5,7 @@ that takes more effort than is allowed, a bound says how much faster a missed pl
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holmesjax.planner.exhaustive import ExhaustiveSearch
 from holmesjax.planner.heuristic import HeuristicSearch
@@ -29,7 +29,23 @@ class Found:
 
 
 def search(problem: Problem, effort: float = EFFORT) -> Found | None:
-    """The fastest plans; None where memory holds none, or where no mesh is possible."""
+    """The fastest plans; None where memory holds none, or where no mesh is possible.
+
+    Where the run leaves it open whether sequences are cut between products, plans that cut none are
+    searched by themselves, too: no plan is then slower than one of them.
+    """
+    found = _search(problem, effort)
+    if problem.config.kernels.sequence_parallel != "auto":
+        return found
+    kernels = replace(problem.config.kernels, sequence_parallel="off")
+    whole = _search(replace(problem, config=replace(problem.config, kernels=kernels)), effort)
+    if found is None or whole is None:
+        return found or whole
+    best = sorted([*whole.best, *found.best], key=lambda candidate: candidate.step_s)
+    return Found(best=tuple(best), bound_s=min(found.bound_s, best[0].step_s))
+
+
+def _search(problem: Problem, effort: float) -> Found | None:
     trials = Trials(problem, effort)
     bound_s = _try_all(trials)
     if not trials.found:

@@ -399,7 +399,7 @@ def rough_bound_s(problem: Problem, settings: StepSettings) -> float:
             layers_s = problem.stage_costs.layers_s(pool, found, settings)
             pairs = zip(layers_s, problem.ranges.loads, strict=True)
             least_s = np.min(np.stack([np.asarray(own_s) / load for own_s, load in pairs]), axis=0)
-            devices = np.prod(np.array(found), axis=1)
+            devices = np.array([mesh.num_devices for mesh in found])
             load_per_s += pool.num_devices / float(np.min(least_s * devices))
     if not load_per_s:
         return math.inf

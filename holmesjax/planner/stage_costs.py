@@ -164,9 +164,10 @@ class StageCosts:
         num_parameters = sum(n * kind.size(mesh.tensor) for n, kind in own)
         num_tokens = train.global_batch / mesh.batch_shards * model.context_length
         summed = sum(
-            n * num_tokens * numbers * width * (forward + backward)
+            n * num_tokens * numbers * width * (2 * (forward + backward) + again)
             for n, kind in own
             for numbers, forward, backward in work.all_reduces(kind, settings.checkpointing)
+            for again in [work.gathered_again(kind, numbers, model.width, mesh.sequence_parallel)]
         )
         num_gathers = 3 * settings.microbatches  # parameters in both passes, gradients in one
         gathered = width * num_parameters * num_gathers
@@ -177,7 +178,7 @@ class StageCosts:
             Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / (mesh.fsdp * mesh.context),
             Axis.FSDP: sent(mesh.fsdp) * gathered / mesh.context,
             Axis.CONTEXT: sent(mesh.context) * (gathered + passed),
-            Axis.TENSOR: sent(mesh.tensor) * 2 * summed / mesh.context,
+            Axis.TENSOR: sent(mesh.tensor) * summed / mesh.context,
         }
 
     def shape(
@@ -216,6 +217,7 @@ class StageCosts:
             kept=update_rules.kept(optimizer),
             is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
             attention=self._attention,
+            sequence_parallel=mesh.sequence_parallel,
         )
 
     def times(

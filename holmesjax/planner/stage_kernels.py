@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holmesjax.config.update_rules import RULES
+from holmesjax.costs import work
 from holmesjax.costs.stage_times import attention_in_stage
 from holmesjax.planner.assembly import chunk_blocks, stage_seconds
 from holmesjax.planner.layer_ranges import add
@@ -46,6 +47,27 @@ def stage_attention(problem: Problem, candidate: Candidate) -> Iterator[StageKer
                     what=_what(choice, choice.implementation in CHECKED),
                     step_s=settings.microbatches * microbatch_s,
                 )
+
+
+def stage_sequences(problem: Problem, candidate: Candidate) -> Iterator[StageKernel]:
+    """Whether `tensor` cuts sequences in each stage that has it, with its collectives' seconds."""
+    config, settings = problem.config, candidate.settings
+    for i, slot in enumerate(candidate.assignment.slots):
+        tensor, length = slot.mesh.tensor, config.model.context_length // slot.mesh.context
+        if tensor == 1:
+            continue
+        if slot.mesh.sequence_parallel:
+            what = f"{tensor} parts of {length // tensor} tokens between products"
+        elif config.kernels.sequence_parallel == "off":
+            what = "whole, as kernels.sequence_parallel says"
+        elif work.sequence_cuts(length, tensor) == 1:
+            what = f"whole: {length} tokens do not divide by tensor {tensor}"
+        else:
+            what = "whole: no faster plan with parts was found"
+        seconds = stage_seconds(problem, candidate, i)
+        sent_s = seconds.forward_tensor_s + seconds.backward_tensor_s
+        step_s = settings.microbatches * float(np.max(sent_s))
+        yield StageKernel(where=f"stage {i}, tensor {tensor}", what=what, step_s=step_s)
 
 
 def stage_update(problem: Problem, candidate: Candidate) -> Iterator[StageKernel]:

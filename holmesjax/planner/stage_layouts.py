@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from holmesjax.config import Checkpointing, Config, ModelConfig
+from holmesjax.costs import work
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.plan.plan import Axis
@@ -42,16 +43,18 @@ Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the to
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the axes of the mesh of a stage."""
+    """Sizes of the axes of the mesh of a stage, and what is cut over them."""
 
     data: int
     fsdp: int
     tensor: int
     context: int = 1
+    # Whether `tensor` cuts sequences between products; no bool, as it is a number beside sizes.
+    sequence_parallel: int = 0
 
     @property
     def num_devices(self) -> int:
-        return math.prod(self)
+        return self.data * self.fsdp * self.tensor * self.context
 
     @property
     def batch_shards(self) -> int:
@@ -322,6 +325,15 @@ def context_sizes(config: Config, most: int) -> list[int]:
     return [n for n in found if n == 1 or n <= min(most, longest)]
 
 
+def sequence_parallel_choices(config: Config, tensor: int, context: int) -> list[int]:
+    """Whether sequences may be cut between products: 0, 1 or both, the plain choice first."""
+    asked, model = config.kernels.sequence_parallel, config.model
+    can = any(kind.cuts_sequences for kind in distinct_kinds.kinds(model).in_order)
+    if not can or asked == "off" or work.sequence_cuts(model.context_length, tensor, context) == 1:
+        return [0]
+    return [1] if asked == "on" else [0, 1]
+
+
 def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshShape]:
     """Meshes that the pool has devices for and that give every shard whole sequences."""
     parallel = config.parallel
@@ -329,12 +341,13 @@ def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshS
     if rest:
         return
     cuts = [
-        (tensor, context)
+        (tensor, context, is_cut)
         for tensor in tensor_sizes(config, pool.most_in_a_node)
         for context in context_sizes(config, pool.num_devices // tensor)
+        for is_cut in sequence_parallel_choices(config, tensor, context)
     ]
     width = most_parts(config.model, PARTS_DIM)
-    for tensor, context in cuts:
+    for tensor, context, is_cut in cuts:
         most = pool.num_devices // (tensor * context)
         for parts in divisors(sequences):
             if parts > most:
@@ -345,4 +358,4 @@ def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshS
                     continue
                 data = parts // fsdp
                 if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
-                    yield MeshShape(data, fsdp, tensor, context)
+                    yield MeshShape(data, fsdp, tensor, context, is_cut)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import KernelsConfig, ModelConfig
+from holmesjax.costs import work
 from holmesjax.layer_specs.kind import BatchArray, Kind, Parameter
 from holmesjax.layer_specs.model_layers import EMBED, auxiliary_names, import_object, layers
 from holmesjax.models import ops
@@ -245,6 +246,15 @@ class Chunk:
         return sharding.num_parts(self.mesh.shape)
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Whether `tensor` cuts the sequences of the residual stream here."""
+        stage, _ = self.plan.chunks[self.index]
+        size = lambda axis: self.mesh.shape.get(axis, 1)
+        cut = size(Axis.TENSOR), size(Axis.CONTEXT)
+        divides = work.sequence_cuts(self.model.context_length, *cut) > 1
+        return bool(self.plan.stages[stage].sequence_parallel and divides)
+
+    @property
     def microbatch_size(self) -> int:
         """Sequences in a microbatch, over all replicas."""
         return self.plan.global_batch // self.plan.microbatches
@@ -252,7 +262,13 @@ class Chunk:
     @property
     def array_functions(self) -> ops.Kernels:
         """The implementations of array functions that its layers ask for."""
-        return ops.Kernels(self.kernels, self.mesh, self.compute_dtype, self.unproven)
+        return ops.Kernels(
+            self.kernels,
+            self.mesh,
+            self.compute_dtype,
+            self.unproven,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     @property
     def update_functions(self) -> ops.Kernels:

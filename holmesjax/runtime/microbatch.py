@@ -90,16 +90,19 @@ def apply(
     sequences = chunk.microbatch_size // chunk.num_replicas
     position_L = ops.token_positions(sequences, chunk.model.context_length, kernels)
     if kernels.context > 1:
-        position_L = _cut_sequences(chunk, position_L)
+        position_L = _on_replica(chunk, position_L)
     learned_L = position_L  # as the embedding reads them; attention has no others than its tokens'
     if chunk.restarts_positions:
         in_documents_BL = ops.positions_in_documents(of_tokens["segment_BL"])
-        learned_L = _cut_sequences(chunk, ops.to_parts(in_documents_BL, kernels))
+        learned_L = _on_replica(chunk, ops.to_parts(in_documents_BL, kernels))
     values: Values = {}
     weighted: jax.Array | None = None
     functions: dict[Kind, Callable] = {}
     trained, names = dict(params), list(chunk.kinds)
     for layer, later, kind in zip(names, [*names[1:], None], chunk.kinds.values(), strict=True):
+        cut = kernels.sequence_cut if kind.cuts_sequences else None
+        if x_BLD is not None and cut is not None:  # a boundary comes in whole
+            x_BLD = cut.parts(x_BLD)
         if later is not None and x_BLD is not None and _reduces_in_order(chunk):
             x_BLD, trained[later] = _reduced_first(x_BLD, trained[later])
         own, of_own = _parameters(chunk, layer, params, fixed)
@@ -132,7 +135,7 @@ def apply(
             name = layer_statistics.ACTIVATIONS + kind.name
             values[name] = values.get(name, 0.0) + layer_statistics.activation_square(x_BLD)
         if kind.place != "last":
-            x_BLD = _cut_sequences(chunk, x_BLD)
+            x_BLD = _on_replica(chunk, x_BLD) if cut is None else cut.parts(x_BLD)
     assert x_BLD is not None
     return (x_BLD if chunk.is_last else ops.from_parts(x_BLD, kernels), weighted), values
 
@@ -246,7 +249,7 @@ def _constrain(chunk: Chunk, statements: Tree, params: Tree, spec: Callable[[str
     return jax.tree.map(constrain, statements, params)
 
 
-def _cut_sequences(chunk: Chunk, x_BLD: jax.Array) -> jax.Array:
+def _on_replica(chunk: Chunk, x_BLD: jax.Array) -> jax.Array:
     """The sequences of a replica stay cut over `fsdp` and `context`."""
     if chunk.num_parts == 1:
         return x_BLD

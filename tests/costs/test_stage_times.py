@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from holmesjax.config import ModelConfig
-from holmesjax.costs import collective_times
+from holmesjax.costs import collective_times, memory
 from holmesjax.costs.collective_times import Group
 from holmesjax.costs.products import head_forward_flop
 from holmesjax.costs.stage_times import HOLMESJAX, exposed_s, stage_times
@@ -233,3 +233,25 @@ def test_sequence_parallelism_cuts_what_lies_between_the_products():
     )
     saved_s = 3 * 48 * 12 * 64 / 2 * 4 / 1e5
     assert times(False).forward_s - times(True).forward_s == pytest.approx(saved_s)
+
+
+def test_cut_sequences_worked_by_hand():
+    """A stage in the middle; of 63 tokens two devices cannot have as many each."""
+    changes = {"tensor": 2, "is_first": False, "is_last": False, "checkpointing": "full"}
+    whole, cut = (shape_of(**changes, sequence_parallel=cuts) for cuts in (False, True))
+    times = lambda model, stage: stage_times(model, stage, [DEVICE], None, PAIR)
+    numbers = cut.sequences * GPT2.context_length * GPT2.width
+    pair_s = collective_times.reduce_scatter_s(4 * numbers, PAIR)
+    pair_s += (gather_s := collective_times.all_gather_s(4 * numbers, PAIR))
+    found = times(GPT2, cut)
+    assert found.forward_tensor_s == pytest.approx(3 * 2 * pair_s + gather_s)
+    sent_s, beside_s = 3 * (4 * pair_s + 2 * gather_s) + gather_s, 3 * 2 * pair_s
+    hidden_s = min(beside_s, found.weight_s)
+    slower_s = exposed_s(1.0, 1e9, 1e9) * hidden_s  # what is hidden slows the products down
+    assert found.backward_tensor_s == pytest.approx(sent_s - hidden_s + slower_s)
+    saved_s = 1.3 * 3 * 12 * numbers / 2 * 4 / 1e5 + 3 * 12 * numbers / 2 * 4 / 1e5
+    assert times(GPT2, whole).backward_s - found.backward_s == pytest.approx(saved_s)
+    odd = dataclasses.replace(GPT2, context_length=63)
+    assert times(odd, cut) == times(odd, whole)
+    kept = lambda stage: memory.stage_memory_bytes(GPT2, stage)["activations"]
+    assert kept(cut) == kept(whole) / 2

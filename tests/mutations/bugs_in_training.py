@@ -76,8 +76,8 @@ TRAINING = (
     Bug(
         name="input-of-the-feed-forward-kept",
         module="holmesjax.models.products",
-        old='how = num_in, reads != "out"',
-        new='how = num_in, reads == "attention"',
+        old='(num_in, reads != "out"), self.cuts(reads)',
+        new='(num_in, reads == "attention"), self.cuts(reads)',
         wrong="a block keeps two bytes of a number where its code would do",
         tests=("tests/costs/test_memory.py::test_residuals_are_those_that_jax_keeps",),
     ),
@@ -310,6 +310,22 @@ TRAINING = (
         new="clip_norm / jnp.maximum(norm, 1e-12)",
         wrong="gradients below the limit are scaled up to it",
         tests=("tests/runtime/test_whole_steps.py::test_every_row_equals_one_device",),
+    ),
+    Bug(
+        name="gradient-of-one-of-several-products",
+        module="kernels.linear",
+        old="dx = scattered(sum(rest, first), cuts.input)",
+        new="dx = scattered(first, cuts.input)",
+        wrong="where sequences are cut, attention's input has the gradient of its queries alone",
+        tests=("tests/runtime/test_whole_steps.py::test_every_row_equals_one_device",),
+    ),
+    Bug(
+        name="gathered-input-kept",
+        module="kernels.linear",
+        old="cuts.output) for w in weights), (x, weights)",
+        new="cuts.output) for w in weights), (whole, weights)",
+        wrong="each device of `tensor` keeps all tokens of what attention reads",
+        tests=("tests/runtime/test_sent.py::test_what_is_kept_is_cut_over_the_sequences",),
     ),
     Bug(
         name="every-chunk-sends-within",

@@ -80,6 +80,7 @@ class Seat(NamedTuple):
     nodes: tuple[str, ...]  # equal parts of its devices on each
     mesh: tuple[int, int, int, int]
     axes: int = 0  # which order of them
+    is_cut: bool = False  # whether `tensor` cuts sequences between products
 
 
 class Definition:
@@ -110,17 +111,17 @@ class Definition:
             start += size
         return found
 
-    def seats(self, cluster, mesh, axes, k):
+    def seats(self, cluster, mesh, how, k):
         """Places of so many stages: whole nodes, where these have the devices; else devices."""
         nodes, size = [node.name for node in cluster.nodes], math.prod(mesh)
         in_each, each = cluster.nodes[0].num_devices, len(nodes) // k
         if each * in_each >= size:
             count = math.ceil(size / in_each)
-            return [Seat(tuple(nodes[i * each :][:count]), mesh, axes) for i in range(k)]
+            return [Seat(tuple(nodes[i * each :][:count]), mesh, *how) for i in range(k)]
         share = len(nodes) * in_each // k
         ends = [(i * share // in_each, (i * share + size - 1) // in_each) for i in range(k)]
         assert all(first == last for first, last in ends), "a stage on parts of two nodes"
-        return [Seat((nodes[node],), mesh, axes) for node, _ in ends]
+        return [Seat((nodes[node],), mesh, *how) for node, _ in ends]
 
     def arrangements(self, nodes, mesh):
         axes = Axis.DATA, Axis.FSDP, Axis.TENSOR, Axis.CONTEXT
@@ -129,19 +130,22 @@ class Definition:
         return arrangements(paths, devices, dict(zip(axes, mesh, strict=True)))
 
     def every_part(self, cluster, m):
-        """(mesh, order of its axes, number of stages with it)."""
+        """(mesh, order of its axes and whether sequences are cut, number of stages with it)."""
+        asked = self.config.kernels.sequence_parallel
         num_devices = sum(node.num_devices for node in cluster.nodes)
         for mesh in every_mesh(self.config, num_devices, m):
+            can = mesh[2] > 1 and self.config.model.context_length // mesh[3] % mesh[2] == 0
+            cuts = {"off": [False], "on": [can], "auto": [False, True][: 1 + can]}[asked]
             for k in range(1, num_devices // math.prod(mesh) + 1):
-                nodes = self.seats(cluster, mesh, 0, k)[0].nodes
+                nodes = self.seats(cluster, mesh, (), k)[0].nodes
                 number = len(self.arrangements(nodes, mesh)) if len(nodes) > 1 else 1
-                yield from ((mesh, axes, k) for axes in range(number))
+                yield from ((mesh, how, k) for how in itertools.product(range(number), cuts))
 
     def _groups(self, seat):
         return self.arrangements(seat.nodes, seat.mesh)[seat.axes].groups
 
-    def shape(self, mesh, m, policy, blocks, first, last, **held):
-        data, fsdp, tensor, context = mesh
+    def shape(self, seat, m, policy, blocks, first, last, **held):
+        data, fsdp, tensor, context = seat.mesh
         train = self.config.train
         return StageShape(
             blocks=blocks,
@@ -155,6 +159,7 @@ class Definition:
             dtype=train.compute_dtype,
             checkpointing=policy,
             is_whole_step=first and last and m == 1,
+            sequence_parallel=seat.is_cut,
             **{"chunks": 1, "in_flight": 1, "head_in_flight": 1, **held},
         )
 
@@ -162,7 +167,7 @@ class Definition:
         found = self.groups(seat)
         return stage_times(
             self.config.model,
-            self.shape(seat.mesh, m, policy, blocks, first, last),
+            self.shape(seat, m, policy, blocks, first, last),
             [self.topology.node(seat.nodes[0]).device],
             data=found.get(Axis.DATA),
             tensor=found.get(Axis.TENSOR),
@@ -172,7 +177,7 @@ class Definition:
 
     def _fits(self, seat, m, policy, n, first, last, v, in_flight, head_in_flight):
         held = {"chunks": v, "in_flight": in_flight, "head_in_flight": head_in_flight}
-        shape = self.shape(seat.mesh, m, policy, n, first, last, **held)
+        shape = self.shape(seat, m, policy, n, first, last, **held)
         items = memory.stage_memory_bytes(self.config.model, shape)
         device = self.topology.node(seat.nodes[0]).device
         return sum(items.values()) <= USABLE_MEMORY * device.memory_bytes
@@ -320,8 +325,8 @@ def least_step_s(config, topology, limit_s=math.inf, most_at_end=None, least_of=
         options = {}
         for cluster in topology.clusters:
             options[cluster.name] = own = []
-            for mesh, axes, k in definition.every_part(cluster, m):
-                seats = definition.seats(cluster, mesh, axes, k)
+            for mesh, how, k in definition.every_part(cluster, m):
+                seats = definition.seats(cluster, mesh, how, k)
                 most = model.num_layers * math.isinf(limit_s)
                 while most < model.num_layers:  # so many take no longer than the limit
                     t = definition.times(seats[0], m, policy, (most + 1,), False, False)

@@ -75,6 +75,22 @@ def test_every_plan_holds_every_layer_and_adds_up(name):
         assert plan.global_batch % (stage.mesh[Axis.DATA] * plan.microbatches) == 0
 
 
+def test_sequences_are_cut_where_that_is_asked_for_and_faster():
+    config = make_config(stages=1, tensor=2, microbatches=1, schedule="gpipe")
+    topology = make_topology(make_cluster("only", "ethernet", (4,)))
+
+    def planned(asked):
+        kernels = dataclasses.replace(config.kernels, sequence_parallel=asked)
+        return make_plan(dataclasses.replace(config, kernels=kernels), topology)
+
+    plans = {asked: planned(asked) for asked in ("off", "on", "auto")}
+    assert plans["auto"].step_time_s == plans["on"].step_time_s < plans["off"].step_time_s
+    assert [plan.stages[0].sequence_parallel for plan in plans.values()] == [False, True, True]
+    said = {asked: "also cuts" in "".join(describe(plan)) for asked, plan in plans.items()}
+    assert said == {"off": False, "on": True, "auto": True}
+    assert Plan.from_json(plans["on"].to_json()) == plans["on"]
+
+
 def test_two_clusters_become_two_stages_with_data_on_rdma_and_tensor_on_nvlink():
     plan = PLANS["two_clusters"]()
     assert [stage.cluster for stage in plan.stages] == ["ib", "roce"]

@@ -71,6 +71,7 @@ def shape_of(chunk) -> StageShape:
         dtype="float32",
         checkpointing=chunk.plan.activation_checkpointing,
         kept=(chunk.optimizer.config.moments,) * 2,
+        sequence_parallel=chunk.sequence_parallel,
     )
 
 
@@ -244,3 +245,11 @@ def test_what_is_kept_is_cut_over_the_sequences(row):
         whole = sum(x.size * x.dtype.itemsize for x in kept)
         cuts = chunk.num_replicas * chunk.num_parts
         assert bytes_on_a_device(kept) * cuts <= 1.02 * whole
+        if chunk.sequence_parallel:
+            # But for what the head reads, which is gathered once, and never again.
+            length = chunk.model.context_length // chunk.mesh.shape.get(Axis.CONTEXT, 1)
+            stream = [x for x in kept if x.shape[-2:] == (length, chunk.model.width)]
+            local = [x.sharding.shard_shape(x.shape)[-2] for x in stream]
+            assert stream
+            assert local.count(length) <= chunk.is_last
+            assert set(local) - {length} <= {length // chunk.mesh.shape[Axis.TENSOR]}

@@ -1,0 +1,86 @@
+"""Seconds of collectives over `tensor`, with sequences whole or cut between products."""
+
+import numpy as np
+
+from holmesjax.config import ModelConfig
+from holmesjax.costs import collective_times, work
+from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.topology.machines import Numbers
+
+
+def tensor_s(
+    model: ModelConfig, stage: StageShape, tensor: Group | Groups | None
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds of a microbatch for collectives over `tensor`: forward, backward, and what can hide.
+
+    Without sequence parallelism they are all-reduces. With it an all-reduce of the residual stream
+    is two: a reduce-scatter behind one product, an all-gather before the next. The backward of a
+    block then also gathers the inputs of its first products again, as only parts of them are kept.
+    That gather and the reduce-scatter of a gradient can hide: each has a product beside it of which
+    neither reads the other's result.
+    """
+    num_tokens = stage_tokens(model, stage)
+    counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
+    for count, kind in stage.kinds(model):
+        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+            both = counts.setdefault(numbers, [0, 0])
+            both[0] += count * forward
+            both[1] += count * backward
+    # By the numbers per token: an all-reduce, an all-gather, a reduce-scatter.
+    of_numbers_s: dict[int, tuple[Numbers, Numbers, Numbers]] = {}
+    forward_s: Numbers = 0.0
+    backward_s: Numbers = 0.0
+    for numbers, (forward, backward) in counts.items():
+        num_bytes = 1.0 * num_tokens * numbers * DTYPE_BYTES[stage.dtype]
+        all_reduce_s = collective_times.all_reduce_s(num_bytes, tensor)
+        gather_s = collective_times.all_gather_s(num_bytes, tensor)
+        scatter_s = collective_times.reduce_scatter_s(num_bytes, tensor)
+        of_numbers_s[numbers] = all_reduce_s, gather_s, scatter_s
+        forward_s += forward * all_reduce_s
+        backward_s += backward * all_reduce_s
+    if not np.any(stage.sequence_parallel):
+        return forward_s, backward_s, 0.0
+    more_s = _cut_s(model, stage, tensor, of_numbers_s)
+    return forward_s + more_s[0], backward_s + more_s[1], more_s[2]
+
+
+def _cut_s(
+    model: ModelConfig,
+    stage: StageShape,
+    tensor: Group | Groups | None,
+    of_numbers_s: dict[int, tuple[Numbers, Numbers, Numbers]],
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds that stages which cut sequences take longer: forward, backward; and what can hide.
+
+    Args:
+      model, stage, tensor: as for `tensor_s`.
+      of_numbers_s: an all-reduce, an all-gather and a reduce-scatter, by the numbers per token.
+    """
+    forward_s: Numbers = 0.0
+    backward_s: Numbers = 0.0
+    beside_s: Numbers = 0.0
+    cuts: Numbers = 1.0
+    for count, kind in stage.kinds(model):
+        own_cuts = work.stream_cuts(kind, model.context_length, stage)
+        cuts = np.maximum(cuts, own_cuts)
+        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+            all_reduce_s, gather_s, scatter_s = of_numbers_s[numbers]
+            is_stream = (own_cuts > 1) & (numbers == model.width)
+            again = work.gathered_again(kind, numbers, model.width, is_stream)
+            there_s, back_s = forward * (gather_s + scatter_s), backward * (gather_s + scatter_s)
+            # The ends have half of their pair in each direction.
+            if kind.place == "first":
+                there_s, back_s = scatter_s, gather_s
+            elif kind.place == "last":
+                there_s, back_s = gather_s, scatter_s
+            more_s = there_s - forward * all_reduce_s, back_s - backward * all_reduce_s
+            forward_s += count * np.where(is_stream, more_s[0], 0.0)
+            backward_s += count * (np.where(is_stream, more_s[1], 0.0) + again * gather_s)
+            beside_s += count * again * (gather_s + scatter_s)
+    # A boundary is whole on each device.
+    boundary = work.boundary_bytes(model, stage_tokens(model, stage), stage.dtype)
+    moved_s = np.where(cuts > 1, collective_times.all_gather_s(boundary, tensor), 0.0)
+    forward_s += (not stage.is_last) * moved_s
+    backward_s += (not stage.is_first) * moved_s
+    return forward_s, backward_s, beside_s
