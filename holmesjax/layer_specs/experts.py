@@ -85,6 +85,7 @@ def expert_block(model: ModelConfig) -> Kind:
         losses=_losses(experts),
         metrics=("expert_peak_load", "idle_experts"),
         change="holmesjax.models.experts:changed",
+        cuts_sequences=False,
     )
 
 
