@@ -18,6 +18,7 @@ from holmesjax.config.allowed_values import (
     Flag,
     NonNegative,
     Positive,
+    Rate,
     Seconds,
     Text,
 )
@@ -88,7 +89,7 @@ class KernelsConfig:
 class OuterConfig:
     """The step that islands take together when they meet, from the mean of their weights."""
 
-    rate: Positive = 0.7  # by which the global weights follow; 1: all the way, without momentum
+    rate: Rate = 0.7  # by which the global weights follow; 1: all the way, without momentum
     momentum: Momentum = 0.9  # the share of the steps before that a step goes on with
     nesterov: Flag = True  # whether the momentum is Nesterov's
 

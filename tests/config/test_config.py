@@ -127,14 +127,18 @@ def _floats(hint, name=""):
 
 
 FLOATS = list(_floats(configs.Config))
+NEEDED = {  # settings without which those of a section are mistakes
+    "model.experts": "model.pattern=[expert_block]",
+    "parallel.outer": "parallel.across=local_updates",
+}
 
 
 @pytest.mark.parametrize("value", ["1e300", "4e38", ".inf", ".nan", "-1"])
 def test_a_number_that_no_training_and_no_clock_survives_is_refused(run_file, value):
     assert len(FLOATS) >= 38
     for name in FLOATS:
-        whole = ["model.pattern=[expert_block]"] if name.startswith("model.experts") else []
-        found = refused(run_file(), [f"{name}={value}", *whole])
+        needed = [text for start, text in NEEDED.items() if name.startswith(start)]
+        found = refused(run_file(), [f"{name}={value}", *needed])
         [problem] = [own for where, own, *_ in found if where == f"override {name}={value}"]
         words = ("must be at ", "must be more than 0", "must be a finite number", "must be less")
         assert problem.startswith(words), name
