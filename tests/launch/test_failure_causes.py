@@ -191,6 +191,7 @@ def test_what_python_raises_by_itself_is_a_processs_own():
     assert is_own(AssertionError("a shape"))
     assert is_own(raised(ValueError("b"), KeyError("a")))
     assert not is_own(jax.errors.JaxRuntimeError("INTERNAL: NCCL operation failed"))
+    assert not is_own(jax.errors.JaxRuntimeError("a runtime that gives no status"))
     assert not is_own(raised(ValueError("no array"), OSError(5, "Input/output error")))
 
 
