@@ -96,6 +96,7 @@ def test_nothing_is_wrong_with_good_nodes(topology, facts):
         "open files",
         "long links",
         "MTU",
+        "NICs of one subnet",
         "run folder",
         "locked memory",
         "GPUs",
