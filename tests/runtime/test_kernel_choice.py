@@ -30,9 +30,12 @@ def stage_on(device, number, **changes):
     """A chunk whose mesh has one device, which need not be there."""
     config = make_config(parallel={"tensor": 1}, model={"num_heads": 4, "width": 256})
     mesh = SimpleNamespace(devices=np.array([device]), shape={}, size=1)
+    chunks = [(n // 2, ("block_000",)) for n in range(4)]
     told = {
         "model": config.model,
-        "plan": SimpleNamespace(chunks=[(n // 2, ("block_000",)) for n in range(4)]),
+        "plan": SimpleNamespace(
+            chunks=chunks, stages=2 * [SimpleNamespace(sequence_parallel=False)]
+        ),
         "index": number,
         "mesh": mesh,
         "optimizer": make_optimizer(config.optimizer, 100, {}),
