@@ -36,6 +36,11 @@ class CopyProgress:
         done, total = units.show(self.done, "B"), units.show(self._total, "B")
         self._say(f"{self._what}: {done} of {total}, {left} left")
 
+    def skip(self, num_bytes: int) -> None:
+        """Counts bytes that were here already, and say nothing about the rate."""
+        self.done += num_bytes
+        self._here += num_bytes
+
     @property
     def is_too_much(self) -> bool:
         """Whether more has come than there is: something is copied again and again."""

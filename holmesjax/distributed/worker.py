@@ -339,7 +339,8 @@ class Worker:
         key = self._environment.key
         coordinator = start.coordinator
         if coordinator is not None:
-            [own, *_] = self._environment.addresses[domain_fabric(job.topology, self._domain)]
+            fabric = domain_fabric(job.topology, self._domain)
+            own = next(iter(self._environment.addresses.get(fabric, ())), None)
             coordinator = (places.as_seen_from(coordinator[0], own), coordinator[1])
         devices = domain.join(me, self._domain, coordinator, self._config, key)
         if self._held_port is not None:

@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
@@ -55,12 +56,10 @@ class ProcessEnvironment:
             if number >= len(places):
                 raise _senseless(env, "HOLMES_PROCESSES", f"{number + 1} numbers, as 3,4,5")
             number = _whole(env, "HOLMES_PROCESSES", places[number])
-        address, port = controller_of(env)
-        own = _addresses(env, find_host)
-        sources = [source for found in own.values() for source in found if ":" in source]
+        own = addresses_by_fabric(env, find_host)
         return cls(
             number=number,
-            controller=(addresses.as_seen_from(address, sources[0] if sources else None), port),
+            controller=controller_of(env, own),
             key=key_of(env),
             addresses=own,
             advertised=_advertised(env),
@@ -68,8 +67,15 @@ class ProcessEnvironment:
         )
 
 
-def controller_of(env: Mapping[str, str]) -> tuple[str, int]:
-    """The address and port of the controller. Raises HolmesError."""
+def controller_of(
+    env: Mapping[str, str], own: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> tuple[str, int]:
+    """The address and port of the controller, from where this process is. Raises HolmesError.
+
+    Args:
+      env: the environment.
+      own: addresses of this process by fabric. Control goes over Ethernet where it has one.
+    """
     what = "the launcher's host:port"
     try:
         address, port = addresses.parse(_take(env, "HOLMES_CONTROLLER", what).strip())
@@ -77,7 +83,9 @@ def controller_of(env: Mapping[str, str]) -> tuple[str, int]:
         raise _senseless(env, "HOLMES_CONTROLLER", what) from None
     if not port:
         raise _senseless(env, "HOLMES_CONTROLLER", what)
-    return address, port
+    sources = (source for fabric in ("ethernet", *own) for source in own.get(fabric, ()))
+    scoped = next((source for source in sources if "%" in source), None)
+    return addresses.as_seen_from(address, scoped), port
 
 
 def key_of(env: Mapping[str, str]) -> bytes:
@@ -104,7 +112,13 @@ def key_of(env: Mapping[str, str]) -> bytes:
         time.sleep(connections.PAUSE_S)
 
 
-def _addresses(env: Mapping[str, str], find_host: Callable[[], Host]) -> dict[str, list[str]]:
+def addresses_by_fabric(
+    env: Mapping[str, str], find_host: Callable[[], Host]
+) -> dict[str, list[str]]:
+    """The addresses of this process. `find_host` is called if HOLMES_ADDRESSES is not set.
+
+    Raises HolmesError for a variable that makes no sense, or if no NIC has an address.
+    """
     what = '{"ethernet": ["10.0.0.1"]}, say'
     if text := env.get("HOLMES_ADDRESSES"):
         try:

@@ -264,7 +264,7 @@ def _alarms(records: History) -> list[_Card]:
 def _damages(records: History) -> list[_Card]:
     """The checkpoints that were found damaged while the run went on."""
     _, damaged = records.with_steps(scrub.FIELD)
-    if not len(damaged):
+    if not len(set(damaged)):
         return []
     note = f"when they were read again; the newest is that after step {damaged.max():,.0f}"
     return [_Card("Damaged checkpoints", f"{len(damaged):,}", "", note)]

@@ -16,7 +16,9 @@ import psutil
 
 MAX_PORT = 65535
 IPV4_SETTINGS = Path("/proc/sys/net/ipv4/conf")
-ARP_SYSCTL = "net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.rp_filter=2"
+ARP_SYSCTL = (
+    "net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2 net.ipv4.conf.all.rp_filter=2"
+)
 
 
 def show(address: str, port: int) -> str:
@@ -31,7 +33,8 @@ def show(address: str, port: int) -> str:
 def parse(text: str) -> tuple[str, int]:
     """Reads a place; without a port the port is 0.
 
-    Raises ValueError for what is none, and for an IPv6 address with a port and no brackets.
+    An IPv6 address with a port has brackets: without them the port would be its last part.
+    Raises ValueError for what is no place.
 
     >>> parse("[fe80::1%eth0]:7000"), parse("node-3:7000"), parse("fd00::1")
     (('fe80::1%eth0', 7000), ('node-3', 7000), ('fd00::1', 0))
@@ -42,6 +45,8 @@ def parse(text: str) -> tuple[str, int]:
             raise ValueError(f"{text!r} has no ] before its port")
         colon, port = port[:1], port[1:]
     elif is_ip(text):  # fd00::1
+        if ":" in text.partition("%")[2]:
+            raise ValueError(f"{text!r} needs brackets, as in [ADDRESS]:PORT")
         address, colon, port = text, "", ""
     else:
         address, colon, port = text.partition(":")
@@ -126,10 +131,11 @@ def of(place: tuple[object, ...]) -> tuple[str, int]:
     return address, port
 
 
-def twins(address: str) -> tuple[str, ...]:
+def twins(address: str, peer: str | None = None) -> tuple[str, ...]:
     """Returns the interface of an address of this host, and others in the same subnet.
 
-    Nothing, if there are no others. The scope of a link-local address names its interface already.
+    Nothing, if there are no others, or if a peer is not in the subnet: others may have the route to
+    it. The scope of a link-local address names its interface already.
     """
     wanted = _parsed(address)
     if wanted is None or wanted.is_loopback or "%" in address:
@@ -142,7 +148,7 @@ def twins(address: str) -> tuple[str, ...]:
                 ones = bin(int(ipaddress.ip_address(entry.netmask))).count("1")
                 network = ipaddress.ip_network((address, ones), strict=False)
                 names.append(name)
-    if network is None:
+    if network is None or (peer is not None and _parsed(peer) not in network):
         return ()
     for name, entries in found.items():
         others = (_parsed(entry.address) for entry in entries)
@@ -155,32 +161,33 @@ def stays_on(device: str, address: str) -> bool:
     """Whether packets for an address come in by its own interface alone, and are taken there.
 
     Linux answers for each IPv4 address on every interface of a subnet unless `arp_ignore` forbids
-    it, and with `rp_filter` 1 it drops what came by another way than its answer would take.
+    it, and with `rp_filter` 1 it drops what came by another way than its answer would take. Unless
+    `arp_announce` is 2, what leaves by another interface teaches the peer that one's address.
     """
     if ":" in address:
         return True
     try:
-        [ignore, reverse] = [
+        [ignore, reverse, announce] = [
             max(int((IPV4_SETTINGS / one / name).read_text()) for one in ("all", device))
-            for name in ("arp_ignore", "rp_filter")
+            for name in ("arp_ignore", "rp_filter", "arp_announce")
         ]
     except (OSError, ValueError):
         return False
-    return ignore > 0 and reverse != 1
+    return ignore > 0 and reverse != 1 and announce == 2
 
 
-def bind(sock: socket.socket, place: tuple[object, ...]) -> None:
-    """Binds a socket to a place of `resolve`, and to its interface where others share the subnet.
+def keep_on_nic(sock: socket.socket) -> None:
+    """Lets a connection send by the interface of its address, where others share the peer's subnet.
 
-    Without the interface all packets would leave by one of them, whatever their source.
-
-    Raises OSError if the place is taken, or is not of this host.
+    Without this all packets would leave by one of them, whatever their source. Raises OSError if
+    the connection is lost.
     """
-    address, _ = of(place)
-    if (names := twins(address)) and stays_on(names[0], address):
-        with contextlib.suppress(PermissionError):  # Linux before 5.7 asks for CAP_NET_RAW
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, names[0].encode())
-    sock.bind(place)
+    (address, _), (peer, _) = of(sock.getsockname()), of(sock.getpeername())
+    names = twins(address, peer) if hasattr(socket, "SO_BINDTODEVICE") else ()
+    if not names or not stays_on(names[0], address):
+        return
+    with contextlib.suppress(PermissionError):  # Linux before 5.7 asks for CAP_NET_RAW
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, names[0].encode())
 
 
 def _parsed(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

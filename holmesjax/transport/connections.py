@@ -185,7 +185,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         family, place = next(addresses.resolve(address, port))
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        addresses.bind(sock, place)
+        sock.bind(place)
     except OSError as error:
         if sock is not None:
             sock.close()
@@ -364,8 +364,10 @@ def _open(address: str, port: int, source: str | None, deadline_s: float) -> soc
             left_s = (deadline_s - time.monotonic()) / (len(places) - tried)
             sock.settimeout(max(left_s, 0.01))
             if own:
-                addresses.bind(sock, own[0][1])
+                sock.bind(own[0][1])
             sock.connect(place)
+            if own:
+                addresses.keep_on_nic(sock)
         except OSError as error:
             sock.close()
             problem = error

@@ -10,6 +10,7 @@ same of itself. If the process that does not call has lost a connection, it asks
 calls, and hangs up. A port that refuses tells both that the other process has died.
 """
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -363,6 +364,8 @@ class Meeting:
         return None
 
     def _let_in(self, connection: Connection[NeighbourHello]) -> None:
+        with contextlib.suppress(OSError):  # a loss is heard of where it is read
+            addresses.keep_on_nic(connection.sock)
         if connection.hello.again is not None:
             self._let_in_again(connection)
             return

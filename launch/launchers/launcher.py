@@ -102,7 +102,9 @@ def own_address(hosts: Mapping[str, str]) -> str:
     sources: dict[str, str] = {}  # address of this machine -> a host that it leads to
     for node, host in hosts.items():
         try:
-            family, place = next(addresses.resolve(host, 9))
+            # A name may have both kinds of addresses, and others IPv4 alone.
+            found = addresses.resolve(host, 9)
+            family, place = min(found, key=lambda one: one[0] != socket.AF_INET)
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)  # sends nothing: only finds the route
                 sources.setdefault(connections.address_of(probe)[0], host)

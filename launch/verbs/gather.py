@@ -125,7 +125,8 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
     _put(target / "committed.json", json.dumps({"step": found.step}).encode() + b"\n")
     if not places.is_url(str(target)):
         whole_files.sync_below(target)
-        whole_files.sync(target.absolute().parent)
+        with contextlib.suppress(PermissionError):  # a folder that only root may read
+            whole_files.sync(target.absolute().parent)
     _put(target / name, manifest.text_of(content).encode())
 
 
@@ -136,7 +137,7 @@ def _copy(
     path, size, digest = target / name, int(facts["bytes"]), hashlib.sha256()
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size == size and facts["sha256"] is None:
-            progress.add(size)
+            progress.skip(size)
             return
     temporary = path if places.is_url(str(target)) else path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)

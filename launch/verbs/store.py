@@ -6,18 +6,22 @@ import socket
 from pathlib import Path
 
 from holmesjax.distributed.store_end import NOBODY, OwnStore
-from holmesjax.hosts import process_environment
+from holmesjax.hosts import nics, process_environment
 from holmesjax.hosts.process_environment import die_with
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns when the job has ended."""
     die_with(os.environ.get("HOLMES_PARENT"))
+    controller = process_environment.controller_of(os.environ)
+    if "%" in controller[0]:  # an interface of the launcher's host, not of this one
+        own = process_environment.addresses_by_fabric(os.environ, nics.discover)
+        controller = process_environment.controller_of(os.environ, own)
     store = OwnStore(
         Path(args.run_dir),
         process=NOBODY,
         node=os.environ.get("HOLMES_NODE") or socket.gethostname(),
-        controller=process_environment.controller_of(os.environ),
+        controller=controller,
         key=process_environment.key_of(os.environ),
     )
     if home := store.home():

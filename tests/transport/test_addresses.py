@@ -42,6 +42,7 @@ print(ours.receive()["length"], *ours.sock.getpeername()[:1])
         ("[fe80::1%eth0]:7000", ("fe80::1%eth0", 7000)),
         ("fe80::1%eth0", ("fe80::1%eth0", 0)),
         *((bad, None) for bad in ("", ":7", "[::1", "[::1]7", "a:0", "a:65536", "a:b:7", "a: 7")),
+        ("fe80::1%eth0:7000", None),
     ],
 )
 def test_a_place_is_read_and_written(text, found):
