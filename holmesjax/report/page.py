@@ -264,10 +264,10 @@ def _alarms(records: History) -> list[_Card]:
 def _damages(records: History) -> list[_Card]:
     """The checkpoints that were found damaged while the run went on."""
     _, damaged = records.with_steps(scrub.FIELD)
-    if not len(set(damaged)):
+    if not len(damaged):
         return []
     note = f"when they were read again; the newest is that after step {damaged.max():,.0f}"
-    return [_Card("Damaged checkpoints", f"{len(damaged):,}", "", note)]
+    return [_Card("Damaged checkpoints", f"{len(set(damaged)):,}", "", note)]
 
 
 def _goodput(last: Record) -> list[_Card]:

@@ -103,8 +103,8 @@ def own_address(hosts: Mapping[str, str]) -> str:
     for node, host in hosts.items():
         try:
             # A name may have both kinds of addresses, and others IPv4 alone.
-            found = addresses.resolve(host, 9)
-            family, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+            reached = addresses.resolve(host, 9)
+            family, place = min(reached, key=lambda one: one[0] != socket.AF_INET)
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)  # sends nothing: only finds the route
                 sources.setdefault(connections.address_of(probe)[0], host)
