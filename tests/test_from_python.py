@@ -216,7 +216,10 @@ def test_a_stage_with_several_chunks_has_the_layers_of_all():
         ],
         chunks=[(s, own[c]) for c in (0, 1) for s, own in enumerate(chunks)],
     )
-    found = [SimpleNamespace(plan=plan, index=i, mesh=s) for i, (s, _) in enumerate(plan.chunks)]
+    found = [
+        SimpleNamespace(plan=plan, index=i, mesh=s, before=0)
+        for i, (s, _) in enumerate(plan.chunks)
+    ]
     trees = [{layer: {"w": layer} for layer in own} for _, own in plan.chunks]
     trees[3] |= {"embed": {"w": "a copy"}}  # of a tied table
     frozen = [{layer: {"v": f"frozen {layer}"} for layer in own} for _, own in plan.chunks]

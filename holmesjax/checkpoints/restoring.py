@@ -110,12 +110,25 @@ def _average_shapes(params: Any) -> Average:
 
 
 def _restore_island(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
-    """The state of a chunk of an island, as the same island has written it."""
+    """The state of a chunk of an island, as the same island has written it.
+
+    Raises CheckpointError for another cut into chunks, which would leave owned parameters with
+    nobody, and for another form of the state.
+    """
     shapes, known = chunk.state_shapes, checkpoint.manifest["arrays"]
-    part = manifest.part_name(chunk.number)
-    is_owned = lambda key: known.get(f"outer.momentum.{key}", {}).get("part") == part
-    owned = kept_leaves(shapes.params, is_owned)
+    part, start = manifest.part_name(chunk.number), "outer.momentum."
+    kept_here = {
+        key.removeprefix(start)
+        for key, about in known.items()
+        if key.startswith(start) and about["part"] == part
+    }
+    owned = kept_leaves(shapes.params, kept_here.__contains__)
     whole = dataclasses.replace(shapes, outer=Outer(owned, owned))
+    wanted = {saved_name(chunk, key) for key in flatten(whole)}
+    if others := sorted((kept_here - flatten(shapes.params).keys()) | (wanted - known.keys())):
+        problem = "cannot go on with other layers in a stage of an island, or other moments, so far"
+        found, fix = others[0], "set them as they were, or start a run of its own"
+        raise CheckpointError(str(checkpoint.path), problem, found=found, fix=fix)
     state: ChunkState = _restore_tree(checkpoint, whole, functools.partial(saved_name, chunk))
     return state
 

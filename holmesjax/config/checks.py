@@ -133,6 +133,8 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
             _of_transformers(partial(parallel_checks.tensor_cuts_evenly, name))
             for name in CUT_BY_TENSOR
         ),
+        parallel_checks.tensor_cuts_experts_evenly,
+        parallel_checks.sequences_with_capacity_are_whole,
         _of_transformers(parallel_checks.width_cuts_evenly),
         parallel_checks.context_cuts_evenly,
         parallel_checks.own_sequences_are_whole,

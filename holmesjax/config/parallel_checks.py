@@ -103,6 +103,28 @@ def tensor_cuts_evenly(
         yield wrong(f"model.{name}", problem, size, fix)
 
 
+def tensor_cuts_experts_evenly(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[ConfigError]:
+    tensor = parallel.tensor or 1
+    for name in ("width", "shared_width") if model.experts else ():
+        size = getattr(model.experts, name)
+        if size is not None and size % tensor:
+            problem = f"must be a multiple of parallel.tensor = {tensor}"
+            fix = f"use {multiples(size, tensor)}, or change parallel.tensor"
+            yield wrong(f"model.experts.{name}", problem, size, fix)
+
+
+def sequences_with_capacity_are_whole(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[ConfigError]:
+    factor = model.experts and model.experts.capacity_factor
+    if factor is not None and (parallel.context or 1) > 1:
+        problem = "is for whole sequences, which devices of the axis context share"
+        fix = "leave it out, so that no token is left out, or set parallel.context to 1"
+        yield wrong("model.experts.capacity_factor", problem, factor, fix)
+
+
 def width_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
     sizes = {"fsdp": parallel.fsdp or 1, "context": parallel.context or 1}
     cuts = {name: size for name, size in sizes.items() if size > 1}

@@ -76,8 +76,9 @@ def _clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], .
         if name not in known:
             fix = f"use {', '.join(known)}"
             raise PlanError("parallel.islands", "names no cluster", found=name, fix=fix)
-    if config.train.global_batch % len(names):
-        problem = f"must be a multiple of {len(names)}, the islands, which have equal parts of it"
+    parts = len(names) * (config.parallel.microbatches or 1)
+    if config.train.global_batch % parts:
+        problem = f"must be a multiple of {parts}, the microbatches of all islands, which are equal"
         found, fix = config.train.global_batch, "use another batch, or other islands"
         raise PlanError("train.global_batch", problem, found=found, fix=fix)
     return names
@@ -111,7 +112,17 @@ def _own_config(config: Config, count: int) -> Config:
     """The config of one island: a part of the batch, on one pipeline."""
     part = replace(config.train, global_batch=config.train.global_batch // count)
     parallel = replace(config.parallel, across="pipeline", islands=None, every=None, outer=None)
-    return replace(config, train=part, parallel=parallel)
+    # Steps and tokens count for all islands together: no island has a schedule of its own.
+    optimizer = replace(
+        config.optimizer,
+        schedule="constant",
+        schedule_by="steps",
+        warmup_steps=0,
+        warmup_tokens=None,
+        decay_steps=None,
+        decay_tokens=None,
+    )
+    return replace(config, train=part, parallel=parallel, optimizer=optimizer)
 
 
 def _part_of(topology: Topology, clusters: Sequence[str]) -> Topology:

@@ -318,7 +318,8 @@ def context_sizes(config: Config, most: int) -> list[int]:
     model, size = config.model, config.parallel.context
     if size:
         return [size] if size <= most else []
-    if model.module is not None:  # its layers read whole sequences
+    has_capacity = model.experts is not None and model.experts.capacity_factor is not None
+    if model.module is not None or has_capacity:  # layers read whole sequences
         return [1]
     longest = model.context_length // MIN_CONTEXT_TOKENS
     found = divisors(math.gcd(model.context_length // 2, model.width))

@@ -35,7 +35,8 @@ class StageArrays:
 
 def of(chunks: Sequence[Chunk], states: Sequence[ChunkState]) -> tuple[StageArrays, ...]:
     """The arrays of each stage of the plan, from those of its chunks in model order."""
-    pipelines = {chunk.before: chunk.plan for chunk in chunks}  # several where there are islands
+    # Several where there are islands.
+    pipelines = {chunk.before: chunk.plan for chunk in chunks}
     arrays = []
     for before, plan, index in [
         (b, p, i) for b, p in pipelines.items() for i in range(len(p.stages))
