@@ -69,6 +69,9 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     assert between[f"island_0.{table}"] != between[f"island_1.{table}"]
     with pytest.raises(HolmesError, match="is of another set of islands"):
         trainer(tmp_path / "cut").run()
+    narrow = {**ISLANDS, "train.eval_every": 4, "optimizer.moments": "int8"}
+    with pytest.raises(HolmesError, match="or other moments, so far"):
+        trainer(tmp_path / "cut", **narrow).run()
     Trainer(tmp_path / "cut", stream=io.StringIO()).run()
     assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
     ends = [run.history[-1] for run in (whole, cut)]
