@@ -21,7 +21,7 @@ from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, OuterConfig, TrainConfig
+from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
 from holmesjax.files import json_text, schema
@@ -357,7 +357,7 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
     if (fp8 := found["model"]["fp8"]) is not None:
         found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
     if (parallel := job.config.parallel).has_islands:
-        outer = dataclasses.asdict(parallel.outer or OuterConfig())
+        outer = dataclasses.asdict(parallel.outer_rule)
         clusters = [[stage.cluster for stage in own.stages] for own in job.plan.islands]
         names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
         found["parallel"] = {**names, "outer": outer}

@@ -71,7 +71,10 @@ def _of_transformers(check: Callable[..., Iterator[ConfigError]]) -> Callable[..
     return run
 
 
-CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
+CUT_BY_TENSOR = (
+    *("num_heads", "num_kv_heads", "mlp_width", "vocab_size"),
+    *("experts.width", "experts.shared_width"),
+)
 # By the sections that a check reads: the checks.
 CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ("run",): (_cache_is_a_place, _run_folder_is_no_url, partial(_home_is_written_out, "run.dir")),
@@ -133,7 +136,6 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
             _of_transformers(partial(parallel_checks.tensor_cuts_evenly, name))
             for name in CUT_BY_TENSOR
         ),
-        parallel_checks.tensor_cuts_experts_evenly,
         parallel_checks.sequences_with_capacity_are_whole,
         _of_transformers(parallel_checks.width_cuts_evenly),
         parallel_checks.context_cuts_evenly,

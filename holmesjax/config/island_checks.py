@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import MEETS_EVERY, ParallelConfig
+from holmesjax.config.sections import ParallelConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
 
@@ -12,13 +12,12 @@ PIPELINE = "or set parallel.across to pipeline"
 
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    is_on = parallel.across == "local_updates"
     for name in ("islands", "every", "outer"):
-        if not is_on and getattr(parallel, name) is not None:
+        if not parallel.has_islands and getattr(parallel, name) is not None:
             problem = "is only for parallel.across: local_updates"
             fix = "remove it, or set parallel.across to local_updates"
             yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
-    if is_on and parallel.clusters is not None:
+    if parallel.has_islands and parallel.clusters is not None:
         problem, found = "is for one pipeline, and islands have one each", list(parallel.clusters)
         yield wrong("parallel.clusters", problem, found, f"use parallel.islands, {PIPELINE}")
 
@@ -31,9 +30,9 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
 
 
 def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if parallel.across != "local_updates":
+    if not parallel.has_islands:
         return
-    every = parallel.every or MEETS_EVERY
+    every = parallel.meets_every
     if train.eval_every % every:
         problem = f"must be a multiple of parallel.every = {every}: islands differ between meetings"
         fix = f"use {multiples(train.eval_every, every)}, or another parallel.every"
@@ -55,6 +54,6 @@ def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iter
 def islands_have_no_average(
     optimizer: OptimizerConfig, parallel: ParallelConfig
 ) -> Iterator[ConfigError]:
-    if parallel.across == "local_updates" and optimizer.ema_decay is not None:
+    if parallel.has_islands and optimizer.ema_decay is not None:
         problem, fix = "islands keep no average of weights so far", f"remove it, {PIPELINE}"
         yield wrong("optimizer.ema_decay", problem, optimizer.ema_decay, fix)

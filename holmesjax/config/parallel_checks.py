@@ -93,7 +93,9 @@ def split_backwards_compute_nothing_again(parallel: ParallelConfig) -> Iterator[
 def tensor_cuts_evenly(
     name: str, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[ConfigError]:
-    size = getattr(model, name)
+    section, _, setting = name.rpartition(".")
+    owner = getattr(model, section) if section else model
+    size = None if owner is None else getattr(owner, setting)
     if size is not None and parallel.tensor is not None and size % parallel.tensor:
         problem = f"must be a multiple of parallel.tensor = {parallel.tensor}"
         near = multiples(size, parallel.tensor)
@@ -101,18 +103,6 @@ def tensor_cuts_evenly(
             near = str(-(-size // parallel.tensor) * parallel.tensor)
         fix = f"use {near}, or change parallel.tensor"
         yield wrong(f"model.{name}", problem, size, fix)
-
-
-def tensor_cuts_experts_evenly(
-    model: ModelConfig, parallel: ParallelConfig
-) -> Iterator[ConfigError]:
-    tensor = parallel.tensor or 1
-    for name in ("width", "shared_width") if model.experts else ():
-        size = getattr(model.experts, name)
-        if size is not None and size % tensor:
-            problem = f"must be a multiple of parallel.tensor = {tensor}"
-            fix = f"use {multiples(size, tensor)}, or change parallel.tensor"
-            yield wrong(f"model.experts.{name}", problem, size, fix)
 
 
 def sequences_with_capacity_are_whole(

@@ -133,6 +133,11 @@ class ParallelConfig:
         """Steps from one meeting of islands to the next."""
         return self.every or MEETS_EVERY
 
+    @property
+    def outer_rule(self) -> OuterConfig:
+        """The step of a meeting of islands."""
+        return self.outer or OuterConfig()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PlanConfig:

@@ -67,7 +67,7 @@ def parts_received(kind: Kind, length: int, context: Sizes = 1) -> Numbers:
 def sequence_cuts(length: int, tensor: Sizes, context: Sizes = 1) -> Sizes:
     """Parts into which sequence parallelism cuts the tokens of a device between products.
 
-    As many as devices share each product; 1 where the tokens do not divide.
+    There are as many as devices share each product; 1 where the tokens do not divide.
 
     >>> int(sequence_cuts(64, 4)), int(sequence_cuts(64, 4, context=2)), int(sequence_cuts(6, 4))
     (4, 4, 1)

@@ -46,17 +46,17 @@ class IslandMeetings:
     def _targets(self) -> Iterator[tuple[str, tuple[NamedSharding, str]]]:
         """Yields the sharding at its target of each array that crosses, and its link."""
         for k, homes in enumerate(self._homes):
-            for name, own in self._owners.items():
-                if own != k:
-                    link = f"island {k} -> island {own}", f"island {own} -> island {k}"
-                    yield f"weights {k} {name}", (self._homes[own][name].sharding, link[0])
+            for name, owner in self._owners.items():
+                if owner != k:
+                    link = f"island {k} -> island {owner}", f"island {owner} -> island {k}"
+                    yield f"weights {k} {name}", (self._homes[owner][name].sharding, link[0])
                     yield f"global {k} {name}", (homes[name].sharding, link[1])
 
     def begin(self, states: Sequence[Sequence[ChunkState]]) -> list[list[ChunkState]]:
         """The states of islands before their first step, which have equal weights then."""
         return [
-            [replace(state, outer=self._begun(k, state.params)) for state in own]
-            for k, own in enumerate(states)
+            [replace(state, outer=self._begun(k, state.params)) for state in island]
+            for k, island in enumerate(states)
         ]
 
     def _begun(self, island: int, params: Tree) -> Outer:
@@ -77,30 +77,26 @@ class IslandMeetings:
         Raises FatalError where an island's weights differ from those of the first.
         """
         self._round += 1
-        of_islands = [self._arrays([state.params for state in own]) for own in states]
+        of_islands = [self._arrays([state.params for state in island]) for island in states]
         for k, arrays in enumerate(of_islands):
-            for name, own in self._owners.items():
-                if own != k:
+            for name, owner in self._owners.items():
+                if owner != k:
                     self._transport.offer(self._key("weights", k, name), arrays[name])
-        outer = [self._step(k, of_islands[k], own) for k, own in enumerate(states)]
-        met = []
-        for k, own_states in enumerate(states):
-            weights = self._new_weights(k, outer)
-            met.append(
-                [
-                    replace(
-                        state,
-                        params=_like(state.params, weights),
-                        outer=Outer(
-                            _like(self._owned(k, state.params), outer[k][0]),
-                            _like(self._owned(k, state.params), outer[k][1]),
-                        ),
-                    )
-                    for state in own_states
-                ]
-            )
+        outer = [self._step(k, of_islands[k], island) for k, island in enumerate(states)]
+        met = [self._after(k, island, outer) for k, island in enumerate(states)]
         self._compare(met, step)
         return met
+
+    def _after(
+        self, island: int, states: Sequence[ChunkState], outer: Sequence[tuple[Arrays, Arrays]]
+    ) -> list[ChunkState]:
+        """An island's states with the global weights, and what it keeps for the next meeting."""
+        weights, new = self._new_weights(island, outer), []
+        for state in states:
+            owned = self._owned(island, state.params)
+            kept = Outer(*(_like(owned, arrays) for arrays in outer[island]))
+            new.append(replace(state, params=_like(state.params, weights), outer=kept))
+        return new
 
     def take_bytes(self) -> dict[str, int]:
         """Returns the bytes that crossed between islands since the last call, by link."""
@@ -136,27 +132,27 @@ class IslandMeetings:
     def _new_weights(self, island: int, outer: Sequence[tuple[Arrays, Arrays]]) -> Arrays:
         """The global weights on an island: copies, since a step takes their memory."""
         return {
-            name: jnp.copy(outer[own][0][name])
-            if own == island
+            name: jnp.copy(outer[owner][0][name])
+            if owner == island
             else jnp.copy(self._transport.fetch(self._key("global", island, name)))
-            for name, own in self._owners.items()
+            for name, owner in self._owners.items()
         }
 
     def _compare(self, states: Sequence[Sequence[ChunkState]], step: int) -> None:
-        found = [digest(own) for own in states]
-        for k, own in enumerate(found):
-            if own != found[0]:
+        island_digests = [digest(island) for island in states]
+        for k, island_digest in enumerate(island_digests):
+            if island_digest != island_digests[0]:
                 raise FatalError(
                     f"island {k}",
                     f"has other weights than island 0 after the meeting of step {step}",
-                    found=f"digest {own}, not {found[0]}",
+                    found=f"digest {island_digest}, not {island_digests[0]}",
                     fix="start again from the last checkpoint; look at the memory of its devices",
                 )
 
 
 def _homes(chunks: Sequence[Chunk]) -> dict[str, jax.ShapeDtypeStruct]:
     shapes = [flatten(chunk.state_shapes.params) for chunk in chunks]
-    return {name: x for own in shapes for name, x in own.items()}
+    return {name: x for chunk in shapes for name, x in chunk.items()}
 
 
 def _like(tree: Tree, arrays: Arrays) -> Tree:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from holmesjax.config import OuterConfig, ParallelConfig
+from holmesjax.config import ParallelConfig
 from holmesjax.data.batches import Batches
 from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meets
@@ -54,7 +54,7 @@ class IslandsPlacer:
         if isinstance(what, Step):
             whats = [Step(what.first_sequence + k * size, size) for k in range(count)]
             pairs = zip(self._placers, whats, strict=True)
-            return _joined_inputs([placer.make(batches, own) for placer, own in pairs])
+            return _joined_inputs([placer.make(batches, step) for placer, step in pairs])
         number, index = divmod(what.index, batches.num_validation)
         parts = replace(batches, global_batch=size, num_validation=count * batches.num_validation)
         first = number * parts.num_validation + index * count
@@ -166,7 +166,7 @@ class _Shifted:
 
 
 def _joined(states: Sequence[Sequence[ChunkState]]) -> list[ChunkState]:
-    return [state for own in states for state in own]
+    return [state for island in states for state in island]
 
 
 def _mean(found: Sequence[Metrics]) -> Metrics:
@@ -226,6 +226,6 @@ def make_islands(
         runners,
         [len(mine) for mine in islands],
         [sum(sizes[:k]) for k in range(len(sizes))],
-        IslandMeetings(islands, parallel.outer or OuterConfig()),
+        IslandMeetings(islands, parallel.outer_rule),
         lambda step: meets(step, every, steps),
     )

@@ -455,8 +455,8 @@ def adamw(
 def _turn(parameter: Parameter, kernels: Kernels) -> Turn | None:
     """How the gradient of a parameter lies that `kernels.linear` has computed in this program.
 
-    As the parameter, but where devices sum it and keep a part each: XLA has the dim that they cut
-    in front. Replicas sum gradients in a bucket, in which all lie as parameters.
+    It lies as the parameter, but where devices sum it and keep a part each: XLA has the dim that
+    they cut in front. Replicas sum gradients in a bucket, in which all lie as parameters.
     """
     rows = parameter.matrix
     if not rows or kernels.size(Axis.DATA) > 1 or kernels.size(Axis.FSDP) * kernels.context == 1:

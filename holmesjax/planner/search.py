@@ -31,8 +31,8 @@ class Found:
 def search(problem: Problem, effort: float = EFFORT) -> Found | None:
     """The fastest plans; None where memory holds none, or where no mesh is possible.
 
-    Where the run leaves it open whether sequences are cut between products, plans that cut none are
-    searched by themselves, too: no plan is then slower than one of them.
+    Plans that cut no sequences between products are searched by themselves, too, where the run
+    leaves that open: no plan is then slower than one of them.
     """
     found = _search(problem, effort)
     if problem.config.kernels.sequence_parallel != "auto":

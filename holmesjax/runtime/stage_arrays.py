@@ -35,12 +35,14 @@ class StageArrays:
 
 def of(chunks: Sequence[Chunk], states: Sequence[ChunkState]) -> tuple[StageArrays, ...]:
     """The arrays of each stage of the plan, from those of its chunks in model order."""
-    # Several where there are islands.
-    pipelines = {chunk.before: chunk.plan for chunk in chunks}
+    pipelines = {chunk.before: chunk.plan for chunk in chunks}  # several where there are islands
+    stages = [
+        (before, plan, index)
+        for before, plan in pipelines.items()
+        for index in range(len(plan.stages))
+    ]
     arrays = []
-    for before, plan, index in [
-        (b, p, i) for b, p in pipelines.items() for i in range(len(p.stages))
-    ]:
+    for before, plan, index in stages:
         stage = plan.stages[index]
         held = [
             (chunk, state)

@@ -26,7 +26,7 @@ from tests.counted_models import MODELS
 def dot_flop(jaxpr) -> int:
     """Two for each multiplication in the matrix products of a jaxpr, at any depth.
 
-    Of a choice between platforms one branch counts: all of them multiply the same.
+    One branch of a choice between platforms counts: all of them multiply the same.
     """
     total = 0
     for equation in jaxpr.eqns:
