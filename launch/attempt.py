@@ -61,7 +61,7 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
-from launch.failure_causes import NEWS_S, events_of, find_cause, is_failure
+from launch.failure_causes import LOOK_S, NEWS_S, events_of, find_cause, is_failure
 from launch.failure_messages import NAMES, error_of, list_names, statuses_of
 from launch.holdups import hold_up
 from launch.launchers.launcher import Launcher, leaving
@@ -436,18 +436,24 @@ class Attempt:
 
     def _events(self, for_s: float) -> Iterator[ProcessEvent]:
         """Yields the events of the next seconds; output goes to the logs alone."""
-        for event in events_of(self._controller, for_s):
-            if isinstance(event.record, Output):
-                self._logs.write(event.process, event.record.line)
-            else:
-                yield event
+        deadline_s = time.monotonic() + for_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            self._loop_watch.turn()
+            for event in events_of(self._controller, min(left_s, LOOK_S)):
+                if isinstance(event.record, Output):
+                    self._logs.write(event.process, event.record.line)
+                else:
+                    yield event
 
     # ---- failures ------------------------------------------------------------------------------
 
     def _diagnose(self, first: ProcessEvent) -> HolmesError:
         """Returns the cause of a failure, from all reports within a moment of its first sign."""
         is_asked, controller = bool(self._stops), self._controller
-        self._loop_watch.turn()
+
+        def is_hurried() -> bool:
+            self._loop_watch.turn()  # to look for the cause may take longer than a turn may
+            return self._stops.is_impatient
 
         def note(event: ProcessEvent) -> None:
             match event.record:
@@ -463,7 +469,7 @@ class Attempt:
             note,
             sees_exits=self._launcher.sees_exits,
             done=self.done,
-            is_hurried=lambda: self._stops.is_impatient,
+            is_hurried=is_hurried,
         )
         if paused := self._launchers_fault(cause):
             return PeerError(

@@ -50,6 +50,23 @@ def told(content, status):
     return ["tell", "failed", {**content, "exit_status": status}]
 
 
+def count_turns(monkeypatch, owner, name):
+    """Returns a list of the turns of the watched loop since that function was last called."""
+    turns, turn, function = [], LoopWatch.turn, getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        turns.clear()
+        return function(*args, **kwargs)
+
+    def noted(watch):
+        turns.append(watch)
+        turn(watch)
+
+    monkeypatch.setattr(owner, name, counted)
+    monkeypatch.setattr(LoopWatch, "turn", noted)
+    return turns
+
+
 # ---- the cause -----------------------------------------------------------------------------------
 
 
@@ -65,18 +82,23 @@ def test_one_that_answers_late_is_not_the_cause(tmp_path, content, status):
     assert error.value.where == f"a/a-0 (stage 0, process 0): {content['where']}"
 
 
-def test_a_death_is_the_cause_however_late_its_launcher_hears_of_it(tmp_path):
+def test_a_death_is_the_cause_however_late_its_launcher_hears_of_it(tmp_path, monkeypatch):
     """CUDA, srun or a long line hold the news up; what others miss is told at once."""
+    turns = count_turns(monkeypatch, launch.attempt, "find_cause")
     dying = [["hang up"], ["sleep", 3.0], ["exit", -signal.SIGKILL]]
     scripts = {0: [["sleep", 0.5], told(GLOO, 75)], 1: dying, 2: [told({**LOSS, "peer": 1}, 75)]}
     supervisor, _ = supervise(tmp_path, scripts)
     with pytest.raises(PeerError, match=r"was killed by signal 9 \(SIGKILL\)") as error:
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)"
+    assert len(turns) > 5  # the launcher, which waits for news, does not stand still
 
 
-def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(tmp_path):
+def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(
+    tmp_path, monkeypatch
+):
     """It is stopped, threads and all; the others wait for it, and say what it has said last."""
+    turns = count_turns(monkeypatch, Attempt, "_ask_for_stacks")
     starting = [["status", "was starting JAX"], ["tell", "beat"]]
     scripts = {0: starting, 1: [*starting, ["exit", -signal.SIGSTOP]], 2: starting}
     supervisor, _ = supervise(tmp_path, scripts, settings=["distributed.start_timeout_s=3"])
@@ -84,6 +106,7 @@ def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(tm
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)"
     assert "each of a/a-0, a/a-1 (stage 0) was starting JAX" in str(error.value.found)
+    assert len(turns) > 5
 
 
 class SlowSigns(Progress):
