@@ -23,7 +23,7 @@ from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
-from holmesjax.files import yaml_files
+from holmesjax.files import places, yaml_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
@@ -61,7 +61,8 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.config.run.dir)
+        """The folder in which the run works, on this machine."""
+        return places.folder_of(self.config.run.dir)
 
     def about(self, restart: int) -> dict[str, Any]:
         """Returns the values that all processes of attempt number `restart` must have in common."""
@@ -203,8 +204,12 @@ class Job:
             *self._schedule(),
             *self._numbers(),
             *self._price(),
-            f"run folder  {self.run_dir}",
+            f"run folder  {self._places()}",
         ]
+
+    def _places(self) -> str:
+        own = self.config.run.dir
+        return f"{own}, and {self.run_dir} here" if places.is_url(own) else own
 
     @property
     def step_tokens(self) -> int:
@@ -485,14 +490,14 @@ def load(
         loading.load(topology_path, what_if)
     clusters = [cluster.name for cluster in topology.clusters]
     cluster_paths.check(config, clusters)
-    _refuse_no_folder(Path(config.run.dir))
+    _refuse_no_folder(places.folder_of(config.run.dir))
     if reads_data == "process":
         _refuse_absent_devices(config, topology)
     if reads_data:
         here = clusters[:1] if reads_data == "process" else clusters
         patiently(
             lambda: cluster_paths.look(config, here),
-            has_trained=waits_for_data and has_trained(config.run.dir),
+            has_trained=waits_for_data and has_trained(places.folder_of(config.run.dir)),
         )
     # Imported here: the processes of a job read its plan.
     from holmesjax.planner.planner import make_plans
@@ -584,7 +589,7 @@ def _of_folder(folder: Path, overrides: Sequence[str]) -> list[str]:
     """The overrides of a run folder, which is complete in itself, wherever it has been moved."""
     config = load_config(folder)
     own = {"topology": folder / TOPOLOGY, "data.tokenizer": saved_tokenizer(folder, config)}
-    here = [f"run.dir={folder}"]
+    here = [f"run.dir={places.url_of(folder) or folder}"]
     for name, value in own.items():
         if not any(override.startswith(f"{name}=") for override in overrides):
             here.append(f"{name}={value}")

@@ -6,6 +6,7 @@ job -> devices -> stages -> compiled programs -> states -> steps -> checkpoints 
 import functools
 import inspect
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,13 +19,25 @@ from jax.sharding import Mesh
 
 from holmesjax import job as jobs
 from holmesjax.callbacks import Callback, Callbacks
-from holmesjax.checkpoints import committing, manifest, resume, second_reading, writing
+from holmesjax.checkpoints import (
+    committing,
+    fetching,
+    manifest,
+    mirror,
+    resume,
+    second_reading,
+    stores,
+    writing,
+)
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
+from holmesjax.files import places
 from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
 from holmesjax.job import Job
@@ -271,6 +284,7 @@ class Trainer:
     def _train(self, lease: Lease) -> Generator[Record | None]:
         self.job.refuse_other_nodes()
         numbers = range(len(self.job.plan.stages))
+        mirror.open_run(self.job.config.run.dir, lease, self._print)
         self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
         find = functools.partial(
             resume.find,
@@ -279,6 +293,7 @@ class Trainer:
             self._print,
             owner=lease,
             pause=self._wait_to_train,
+            fetches=places.is_url(self.job.config.run.dir),
         )
         try:
             start = find()
@@ -330,6 +345,8 @@ class Trainer:
         with ExitStack() as stack, setup:
             stack.callback(setattr, self, "progress", None)
             runner = setup.compile()
+            if start.checkpoint:
+                self._fetch(start.checkpoint)
             setup.restore(runner, start.checkpoint)
             batches = setup.reading.result()
             data = batches.digests()
@@ -353,7 +370,10 @@ class Trainer:
             )
             say = recorder.console.print
             scrub = stack.enter_context(Scrub(self.run_dir, config.checkpoint.scrub, say))
-            saves = self._saves(start, lease, data, say, (alarm.committed, scrub.committed))
+            if found := mirror.of(self.run_dir, say):
+                stack.callback(found.close)
+                found.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
+            saves = self._saves(start, lease, data, say, (alarm.committed, scrub.committed), found)
             alarm.attach(saves.outstanding, say)
 
             def is_stopping() -> bool:
@@ -377,7 +397,7 @@ class Trainer:
                     tells_at_once=lambda: self._is_stepwise,
                 ),
                 runner,
-                writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check),
+                writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check, found),
             )
             self._loop, self._chunks = loop, chunks
             self.progress = progress
@@ -405,12 +425,20 @@ class Trainer:
         data: Mapping[str, str],
         say: Callable[[str], None],
         told: Sequence[Callable[[int], object]],
+        copy: Mirror | None,
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
         config = self.job.config.checkpoint
-        retention = Retention(self.run_dir, config, lease.move, say, lease.check)
+        retention = Retention(self.run_dir, config, lease.move, say, lease.check, copy)
         retention.after_start()
-        commit = functools.partial(committing.commit, start, data=data, owner=lease)
+        commit = functools.partial(
+            committing.commit,
+            start,
+            data=data,
+            owner=lease,
+            mirror=copy,
+            stores=lambda: self._stores_of_parts(copy),
+        )
 
         def committed(step: int) -> None:
             for tell in told:
@@ -426,6 +454,18 @@ class Trainer:
             committed,
             limit_s=60 * config.failing_minutes,
         )
+
+    def _stores_of_parts(self, copy: Mirror | None) -> dict[str, dict[str, str]]:
+        """The entry of a manifest for parts that an object store has; empty: it has none."""
+        where = {"id": stores.identifier(self.run_dir), "node": socket.gethostname()}
+        parts = [manifest.part_name(chunk.number) for chunk in self._chunks]
+        return {part: {**where, "folder": copy.url} for part in parts} if copy else {}
+
+    def _fetch(self, checkpoint: Checkpoint) -> None:
+        """Brings parts here that only an object store has."""
+        parts = fetching.urls_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
+        fetching.fetch(self.run_dir, checkpoint, parts, None, lambda: None, self._print)
+        manifest.refuse_elsewhere(checkpoint)
 
     def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""

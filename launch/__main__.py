@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError, of_system
+from holmesjax.files import places
 from holmesjax.hosts import jax_settings
 from holmesjax.liveness import hung_main_thread
 from launch import outputs
@@ -54,6 +55,17 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
             print(f"note: {error.where} {error.problem}, so it is not checked", file=sys.stderr)
             print(f"  found: {error.found}", file=sys.stderr)
             return load_here()
+
+
+def _bring_runs(*found: argparse.Namespace | None) -> None:
+    """Replaces the URL of a run by the run's folder here, where a verb reads one."""
+    say = functools.partial(print, flush=True, file=sys.stderr)
+    for args in found:
+        for name in ("target", "run_dir"):
+            place = getattr(args, name, None)
+            if place and places.is_url(place) and args and args.verb not in ("worker", "store"):
+                bring = importlib.import_module("holmesjax.checkpoints.mirror").bring
+                setattr(args, name, str(bring(place, say)))
 
 
 def _collect_garbage() -> None:
@@ -145,6 +157,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.verb == "train":  # before there is anything to save
             for number in set(hung_main_thread.stop_signals()) - {signal.SIGINT}:
                 signal.signal(number, lambda *_: sys.exit(REQUEUE))
+        _bring_runs(args, planned)
         if planned and hasattr(planned, "target"):  # a verb of a run
             load = importlib.import_module("holmesjax.job").load
             _collect_garbage()

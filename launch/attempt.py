@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax.checkpoints import committing, manifest, resume
+from holmesjax.checkpoints import committing, manifest, mirror, resume, stores
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
@@ -54,6 +54,7 @@ from holmesjax.errors import (
     LostLeaseError,
     PeerError,
 )
+from holmesjax.files import places
 from holmesjax.hosts import computing
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan.processes import Process, node_processes
@@ -141,6 +142,7 @@ class Attempt:
         self.output: deque[tuple[float, str]] = deque()  # when it came, and the line
         self._leave_by_s = 0.0  # when the launcher is to be gone, once its loop is over
         self._is_ending = False  # whether a signal comes too late to be told to processes
+        self._mirror = mirror.of(self._job.run_dir, say)
         self._retention(say).after_start()
         self._logs = ProcessLogs(self._job.run_dir, processes, lease.move)
         self._progress = Progress(self._config)
@@ -150,6 +152,9 @@ class Attempt:
         with ExitStack() as stack:
             self._hub = self._open_hub()
             stack.callback(self._hub.close)
+            if self._mirror:
+                stack.callback(self._mirror.close)
+                self._mirror.begin(stores.start_name(self._hub.id, lease.epoch))
             self._controller = stack.enter_context(self._open_controller())
             self._recorder = stack.enter_context(self._open_recorder())
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
@@ -167,6 +172,7 @@ class Attempt:
                 data=self._data,
                 stores=lambda: self._hub.stores_of_parts(self._part_of),
                 owner=lease,
+                mirror=self._mirror,
             ),
             self._retention(print_line),
             print_line,
@@ -179,7 +185,8 @@ class Attempt:
         """Knows the run folders that are not the launcher's."""
         checkpoint = self.start.checkpoint
         written = checkpoint.manifest.get("stores", {}) if checkpoint else {}
-        nodes = {where["node"] for where in written.values()} - {p.node for p in self._processes}
+        own = [where["node"] for where in written.values() if not places.is_url(where["folder"])]
+        nodes = set(own) - {p.node for p in self._processes}
         self._keepers = [p for p in node_processes(self._job.topology) if p.node in nodes]
         wait_s = STORES_S if self._keepers else 0.0
         if not self._launcher.sees_exits:  # somebody else starts them
@@ -314,7 +321,8 @@ class Attempt:
     def _retention(self, tell: Callable[[str], None]) -> Retention:
         """Removes the checkpoints that need not stay."""
         checkpoint = self._job.config.checkpoint
-        return Retention(self._job.run_dir, checkpoint, self._lease.move, tell, self._lease.check)
+        lease = self._lease
+        return Retention(self._job.run_dir, checkpoint, lease.move, tell, lease.check, self._mirror)
 
     def _watch_step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns additions to the record of a step that is done."""

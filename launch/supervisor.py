@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from holmesjax.checkpoints import committed, manifest, resume, second_reading
+from holmesjax.checkpoints import committed, manifest, mirror, resume, second_reading
 from holmesjax.errors import (
     CrashError,
     DamagedError,
@@ -84,6 +84,7 @@ class Supervisor:
 
     def _run_owned(self, owner: Lease) -> int:
         job = self._job
+        mirror.open_run(job.config.run.dir, owner, say)
         print(*job.describe(self._pool), *self._describe(), sep="\n", flush=True)
         if self._pool:
             self._pool.refuse_too_small(job.plan.stages, job.topology)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holmesjax.distributed.controller import Controller
+from holmesjax.files import places
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.plan.processes import Process
@@ -65,7 +66,7 @@ def start_workers(
         "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
         "HOLMES_RESTART": str(restart),
     }
-    folder = str(run_dir.absolute())
+    folder = places.shown(run_dir)
     command = ["worker", folder, *options]
     for process in processes:
         env = {**shared, "HOLMES_PROCESS": str(process.number)}
@@ -92,7 +93,7 @@ def start_stores(
       key_file: has the key of the job.
       events: receives their output and their ends.
     """
-    folder = str(run_dir.absolute())
+    folder = places.shown(run_dir)
     for process in nodes:
         env = {
             "HOLMES_CONTROLLER": addresses.show(*address),

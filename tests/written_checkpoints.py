@@ -60,8 +60,7 @@ def write_states(run_dir, model, chunks, steps, keep=2, states=()):
         data, config = DataConfig(corpus="x"), chunks[0].optimizer.config
         sections = {"model": model, "data": data, "optimizer": config}
         dtypes = {name: getattr(chunks[0], name) for name in ("param_dtype", "compute_dtype")}
-        manifest.commit(
-            run_dir,
+        text = manifest.describe(
             step,
             sequences=8 * step,
             settings={name: dataclasses.asdict(own) for name, own in sections.items()}
@@ -71,6 +70,7 @@ def write_states(run_dir, model, chunks, steps, keep=2, states=()):
             arrays=arrays,
             files=files,
         )
+        manifest.commit(run_dir, step, text)
 
     states = states or random_states(chunks)
     retention(run_dir).after_start()

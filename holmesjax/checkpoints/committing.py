@@ -13,6 +13,7 @@ from typing import Any
 
 from holmesjax import units
 from holmesjax.checkpoints import manifest, skipped_data
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.resume import Start, settings
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.errors import PeerError
@@ -85,7 +86,7 @@ class Saves:
         files: manifest.Files,
         teller: str = "",
     ) -> None:
-        """Takes what a part holds, as `manifest.commit` does, and who tells it."""
+        """Takes what a part holds, as `manifest.describe` does, and who tells it."""
         told = self._told.setdefault(step, _Told())
         told.arrays |= arrays
         told.files |= files
@@ -163,22 +164,22 @@ def commit(
     data: Mapping[str, str],
     stores: Callable[[], Mapping[str, Mapping[str, str]]] = dict,
     owner: Lease | None = None,
+    mirror: Mirror | None = None,
 ) -> None:
     """Makes a checkpoint of the parts that all stages have written after a step.
 
     Args:
       start: of the session that trains.
       step: optimizer steps done.
-      arrays, files, data: for `manifest.commit`.
-      stores: gives what `manifest.commit` takes.
+      arrays, files, data: for `manifest.describe`.
+      stores: gives what `manifest.describe` takes.
+      mirror: has the manifest before the run folder has it.
       owner: of the run; the commit is taken back where the run turns out to be another's.
     """
     job = start.job
     after = job.config.train.sequences_after
     left_out = skipped_data.sequences(start.skipped, start.step, step)
-    write = functools.partial(
-        manifest.commit,
-        job.run_dir,
+    text = manifest.describe(
         step,
         sequences=start.sequences + after(step) - after(start.step) + left_out,
         settings=settings(job),
@@ -188,6 +189,11 @@ def commit(
         files=files,
         stores=stores(),
     )
+    if mirror:  # not while the lease waits for it
+        if owner:
+            owner.check()
+        mirror.commit(job.run_dir, step, text)
+    write = functools.partial(manifest.commit, job.run_dir, step, text)
     if owner is None:
         write()
     else:

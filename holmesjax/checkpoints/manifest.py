@@ -373,8 +373,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # a little at a time
 
 
-def commit(
-    run_dir: str | Path,
+def describe(
     step: int,
     *,
     sequences: int,
@@ -384,10 +383,8 @@ def commit(
     arrays: Mapping[str, Mapping[str, Any]],
     files: Files,
     stores: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
-) -> None:
-    """Makes a checkpoint of the parts that were written, which is done when this returns.
-
-    Raises OSError; FileExistsError if there is a manifest.
+) -> str:
+    """The text of the manifest of parts that were written after a step.
 
     Args:
       sequences: consumed before it.
@@ -397,7 +394,6 @@ def commit(
       files: what `files_of` gave for each part.
       stores: part -> identifier, node and folder of its store; empty: all parts are here.
     """
-    path = folder_of(run_dir, step)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -409,8 +405,17 @@ def commit(
         "files": files,
         **({"stores": stores} if stores else {}),
     }
+    return text_of(manifest)
+
+
+def commit(run_dir: str | Path, step: int, text: str) -> None:
+    """Makes a checkpoint of parts that were written, by its manifest; done when this returns.
+
+    Raises OSError; FileExistsError if there is a manifest.
+    """
+    path = folder_of(run_dir, step)
     path.mkdir(parents=True, exist_ok=True)  # where no part is in this folder
-    write_whole(path / MANIFEST, text_of(manifest), replaces=False)
+    write_whole(path / MANIFEST, text, replaces=False)
 
 
 def text_of(manifest: Mapping[str, Any]) -> str:

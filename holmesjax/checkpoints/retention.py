@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holmesjax.checkpoints import committed, manifest
 from holmesjax.checkpoints.manifest import Move
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.config import CheckpointConfig
 
 DAMAGED_KEPT = 2  # folders; each may be as large as a checkpoint
@@ -34,6 +35,7 @@ class Retention:
       move: renames what is taken away (`Lease.move`); its LostLeaseError passes through.
       warn: takes a line about what cannot be removed.
       check: called before a record is written (`Lease.check`).
+      mirror: follows what is removed here.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Retention:
         move: Move,
         warn: Callable[[str], None],
         check: Callable[[], object] = lambda: None,
+        mirror: Mirror | None = None,
     ):
+        self._mirror = mirror
         self._run_dir, self._config = Path(run_dir).absolute(), config
         self._move, self._warn, self._check = move, warn, check
 
@@ -64,6 +68,8 @@ class Retention:
             path = self._run_dir / committed.RECORD
             self._warn(f"warning: {path} cannot be written: {error.strerror}")
         self._remove(lambda: [*self._unfinished(step), *self._superfluous(step), *self._damaged()])
+        if self._mirror:
+            self._mirror.follow(self._run_dir, step)
 
     def _remove(self, find: Callable[[], Iterable[Path]]) -> None:
         failed: list[str] = []

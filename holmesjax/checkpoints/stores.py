@@ -179,6 +179,11 @@ def committed_steps(folder: Path) -> list[int]:
 # ---- what comes and goes -------------------------------------------------------------------------
 
 
+def start_name(home: str, epoch: int) -> str:
+    """The name of a start of the run: the launcher's run folder, and its owner's epoch."""
+    return f"{home}, epoch {epoch}"
+
+
 def begin(folder: Path, start: str) -> Callable[[], None]:
     """Makes a store that of one start of the run, by its name.
 

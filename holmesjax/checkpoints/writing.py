@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax.checkpoints import digests, manifest
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.orbax_errors import reason, silence_orbax
 from holmesjax.checkpoints.restoring import CHUNK_BYTES, Arrays, flatten, saved_name
 from holmesjax.config import ModelConfig
@@ -49,7 +50,7 @@ def save_layers(
       parameters: those of each layer, by name, in a dict that is emptied.
 
     Returns:
-      What `manifest.commit` takes: the arrays and the files.
+      What `manifest.describe` takes: the arrays and the files.
     """
     path = manifest.begin(run_dir, 0)
     arrays: dict[str, dict[str, Any]] = {}
@@ -124,6 +125,7 @@ class Writer:
       saved: told of parts that are written.
       failed: told why they cannot be written.
       check: called before anything is written; raises where another job owns the run by now.
+      mirror: also has parts before `saved` is told of them.
     """
 
     def __init__(
@@ -133,8 +135,9 @@ class Writer:
         saved: OnSaved,
         failed: OnFailed,
         check: Callable[[], None] = lambda: None,
+        mirror: Mirror | None = None,
     ):
-        self._check = check
+        self._check, self._mirror = check, mirror
         self._run_dir, self._chunks = Path(run_dir), chunks
         self._saved, self._failed = saved, failed
         self._gate = domain.gate("checkpoints")
@@ -203,6 +206,8 @@ class Writer:
                 whole_files.sync_below(path / manifest.part_name(chunk.number))
             for folder in (path, path.parent):  # the names, too, before the manifest says so
                 whole_files.sync(folder)
+            if self._mirror:
+                self._mirror.upload(self._run_dir, step, files)
         if not self._is_failing:
             self._saved(step, arrays, files)
 

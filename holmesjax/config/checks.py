@@ -41,11 +41,10 @@ def _home_is_written_out(
         yield wrong(name, problem, path, f"write it out, as /home/NAME{path[1:]}")
 
 
-def _run_folder_is_no_url(run: RunConfig) -> Iterator[ConfigError]:
-    if places.is_url(run.dir):
-        problem = "is a URL, which would become a folder of that name here"
-        fix = "name a folder; `launch gather RUN --to URL` copies a checkpoint into a store"
-        yield wrong("run.dir", problem, run.dir, fix)
+def _run_folder_is_whole(run: RunConfig) -> Iterator[ConfigError]:
+    if places.is_url(run.dir) and (mistake := places.mistake_in(run.dir)):
+        problem = f"is a URL that names no run folder: {mistake}"
+        yield wrong("run.dir", problem, run.dir, "write s3://BUCKET/NAME or gs://BUCKET/NAME")
 
 
 def _steps_or_minutes(checkpoint: CheckpointConfig) -> Iterator[ConfigError]:
@@ -77,7 +76,11 @@ CUT_BY_TENSOR = (
 )
 # By the sections that a check reads: the checks.
 CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
-    ("run",): (_cache_is_a_place, _run_folder_is_no_url, partial(_home_is_written_out, "run.dir")),
+    ("run",): (
+        _cache_is_a_place,
+        _run_folder_is_whole,
+        partial(_home_is_written_out, "run.dir"),
+    ),
     ("train",): (
         training_checks.gradients_have_exponents,
         training_checks.profiled_steps_are_of_the_run,

@@ -1,21 +1,18 @@
 """A process's end of its own store: it answers the launcher, and fetches what it lacks. No JAX."""
 
 import contextlib
-import fcntl
 import functools
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from holmesjax import units
-from holmesjax.checkpoints import manifest, stores
-from holmesjax.checkpoints.copy_progress import CopyProgress
+from holmesjax.checkpoints import fetching, manifest, stores
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.scrub import Scrub
-from holmesjax.checkpoints.stores import PIECE_BYTES, Copy
+from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.distributed import store_messages
 from holmesjax.distributed.messages import PROTOCOL, ControllerHello, MemberHello
 from holmesjax.distributed.store_messages import (
@@ -32,9 +29,9 @@ from holmesjax.distributed.store_messages import (
     RunFiles,
     StoreCall,
     Unanswered,
-    UnansweredError,
 )
 from holmesjax.errors import DamagedError, HolmesError, PeerError
+from holmesjax.files import places
 from holmesjax.files.whole_files import write_whole
 from holmesjax.transport import connections
 from holmesjax.transport.connections import Connection
@@ -42,10 +39,7 @@ from holmesjax.transport.records import Record, decode, encode
 
 NOBODY = -1  # no process of the job
 START_S = 600.0  # for the launcher to come
-RETRY_S = 60.0  # that a fetch calls again for, when its connection is lost
-LOOK_S = 0.2  # between two looks at a part that another process fetches
-# Without a byte of a part that another process fetches: longer than that one waits itself.
-OTHER_S = START_S + RETRY_S + 2 * ANSWER_S
+RETRY_S = 60.0  # that it calls again for, when its connection is lost
 
 
 class OwnStore:
@@ -73,12 +67,13 @@ class OwnStore:
         self._id = ""  # until `join`
         self._scrub = Scrub(folder, None, print)  # until `scrub`
         self.launchers: str | None = None  # the identifier of the launcher's run folder
+        self.mirror: Mirror | None = None  # where no launcher writes to it
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
         call = StoreCall(
             id=self._id,
             node=self._node,
-            folder=str(self.folder.absolute()),
+            folder=places.shown(self.folder),
             serves=serves,
         )
         address, port = self._controller
@@ -148,6 +143,8 @@ class OwnStore:
                     )
                 case Keep(steps=steps, last=last, dropped=dropped):
                     lacking = stores.keep(self.folder, steps, last, dropped)
+                    if self.mirror:
+                        self.mirror.follow(self.folder, last)
                     answer = KeptSteps(lacking=lacking, damaged=list(self._scrub.step().values()))
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
@@ -163,6 +160,8 @@ class OwnStore:
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # it is never replaced
             write_whole(path / manifest.MANIFEST, text, replaces=False)
+        if self.mirror:
+            self.mirror.take(step, text)
         self._scrub.committed(step)
 
     def scrub(self, mb_per_s: float | None) -> Scrub:
@@ -203,62 +202,7 @@ class OwnStore:
 
         Raises PeerError if a part cannot be fetched now.
         """
-        files = checkpoint.manifest["files"]
-        here = lambda: set(stores.held(self.folder, checkpoint.step, files))
-        copies = [
-            Copy(folder=self.folder, step=checkpoint.step, part=part, files=files)
-            for part in sorted(set(parts) - here())
-        ]
-        if not copies:
-            return
-        names = ", ".join(copy.part for copy in copies)
-        total, begun = sum(copy.num_bytes for copy in copies), sum(copy.begun() for copy in copies)
-        progress = CopyProgress(f"fetching {names}", total, begun, say)
-        for copy in copies:
-            with _only_one(copy, advance):
-                if copy.part not in here():
-                    self._fetch_part(copy, progress, advance)
-        progress.end(f"fetched {names}")
-
-    def _fetch_part(
-        self, copy: Copy, progress: CopyProgress, advance: Callable[[], object]
-    ) -> None:
-        deadline_s, seen = time.monotonic() + RETRY_S, progress.done
-        while True:
-            try:
-                with self._reader() as read:
-                    for file in copy.own_files:
-                        self._fetch_file(copy, file, read, progress, advance)
-                copy.finish()
-                return
-            except (OSError, ValueError, UnansweredError) as error:
-                is_of_disk = isinstance(error, OSError) and not isinstance(
-                    error, ConnectionError | TimeoutError
-                )
-                if progress.done > seen and not progress.is_too_much:
-                    deadline_s, seen = time.monotonic() + RETRY_S, progress.done
-                if is_of_disk or time.monotonic() > deadline_s:
-                    raise _unfetched(copy, "cannot be fetched", error) from None
-                time.sleep(1.0)  # another store may come, or this one again
-
-    def _fetch_file(
-        self,
-        copy: Copy,
-        file: str,
-        read: "_Reader",
-        progress: CopyProgress,
-        advance: Callable[[], object],
-    ) -> None:
-        name = stores.name_in(copy.step, file)
-        with copy.growing(file).open("ab") as growing:
-            while (first := copy.missing(file)) is not None:
-                content = read(name, first, PIECE_BYTES)
-                if not content and copy.files[file]["bytes"]:
-                    raise ValueError(f"{file} has ended early, at byte {first}")
-                growing.write(content)
-                growing.flush()
-                progress.add(len(content))
-                advance()
+        fetching.fetch(self.folder, checkpoint, parts, self._reader, advance, say)
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator["_Reader"]:
@@ -295,35 +239,3 @@ class _Reader:
     def __call__(self, name: str, first: int, count: int) -> bytes:
         question = AskPiece(name=name, first=first, count=count)
         return store_messages.ask(self.connection, question)[1]
-
-
-@contextlib.contextmanager
-def _only_one(copy: Copy, advance: Callable[[], object]) -> Iterator[None]:
-    """Lets one process of this store fetch a part at a time; a killed one is not waited for.
-
-    Raises PeerError if no byte comes to another's copy from one `OTHER_S` to the next.
-    """
-    copy.path.parent.mkdir(parents=True, exist_ok=True)
-    with copy.path.with_name(f"{copy.part}.lock").open("wb") as file:
-        deadline_s, seen = time.monotonic() + OTHER_S, copy.begun()
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                pass
-            advance()
-            time.sleep(LOOK_S)
-            if time.monotonic() < deadline_s:
-                continue
-            if (now := copy.begun()) == seen:
-                found = f"no byte of it in {units.duration(OTHER_S)}"
-                raise _unfetched(copy, "is fetched by another process, which stands still", found)
-            deadline_s, seen = time.monotonic() + OTHER_S, now
-        yield
-
-
-def _unfetched(copy: Copy, problem: str, found: object) -> PeerError:
-    where = f"{copy.part} of the checkpoint after step {copy.step}"
-    fix = "start again with the same command: it goes on with what is fetched"
-    return PeerError(where, problem, found=found, fix=fix)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holmesjax.checkpoints import manifest, retention, stores
+from holmesjax.checkpoints import fetching, manifest, retention, stores
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.distributed import store_messages
 from holmesjax.distributed.messages import MemberHello
 from holmesjax.distributed.store_messages import (
@@ -35,7 +36,7 @@ from holmesjax.distributed.store_messages import (
     UnansweredError,
 )
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError, of_system
-from holmesjax.files import regular_files
+from holmesjax.files import places, regular_files
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections
 from holmesjax.transport.connections import Connection
@@ -99,6 +100,8 @@ class StoreHub:
         self._stores: list[_Store] = []
         self._changed = threading.Lock()
         self._home: set[str] = set()  # parts of the checkpoint that is resumed
+        self._in_stores: set[str] = set()  # its parts that object stores have
+        self._mirrors: dict[str, Mirror] = {}  # those that were read, by URL
         self._checkpoint: Checkpoint | None = None
         self._problem: HolmesError | None = None
         self._teller = ThreadPoolExecutor(1, "stores")
@@ -139,9 +142,10 @@ class StoreHub:
         `parts_of` has the number of the process, by part.
         """
         calls = {store.process: store for store in self._stores}
-        if not any(number in calls for number in parts_of.values()):
+        place = places.shown(self._folder)
+        if not places.is_url(place) and not any(number in calls for number in parts_of.values()):
             return {}
-        here = {"id": self.id, "folder": str(self._folder.absolute())}
+        here = {"id": self.id, "folder": place}
         told = lambda store: {
             "id": store.call.id,
             "node": store.node,
@@ -192,6 +196,8 @@ class StoreHub:
         step = checkpoint.step if checkpoint else 0
         wanted = set(map(manifest.part_of, files))
         self._home = set(stores.held(self._folder, step, files))
+        if checkpoint:
+            self._in_stores = fetching.held_at_urls(checkpoint)
         deadline_s, has_told = time.monotonic() + self._wait_s, False
         asked: set[_Store] = set()
         while True:
@@ -214,7 +220,7 @@ class StoreHub:
 
     def _held(self) -> set[str]:
         """All parts that are somewhere."""
-        return self._home.union(*(s.parts for s in self._stores if not s.is_lost))
+        return self._home.union(self._in_stores, *(s.parts for s in self._stores if not s.is_lost))
 
     def _take_stock(self, store: _Store, step: int, files: manifest.Files) -> None:
         with contextlib.suppress(OSError, ValueError, UnansweredError):
@@ -329,6 +335,10 @@ class StoreHub:
         if path.exists():
             yield functools.partial(stores.read_piece, self._folder, name, first, count)
         step = self._checkpoint.step if self._checkpoint else None
+        for part, url in fetching.urls_of(self._checkpoint).items() if self._checkpoint else ():
+            if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
+                found = self._mirrors.setdefault(url, Mirror(url))
+                yield functools.partial(found.read_piece, name, first, count)
         for store in list(self._stores):
             for part in store.parts:
                 if step is not None and name.startswith(stores.name_in(step, f"{part}/")):

@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from holmesjax.checkpoints.fetching import UnreadError
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Record, by_kind, decode, encode
@@ -127,7 +128,7 @@ TO_LAUNCHER = by_kind(AskRunFiles, AskPiece)
 ANSWERS = by_kind(RunFiles, FilePiece, HeldParts, KeptSteps, Put, Unanswered)
 
 
-class UnansweredError(Exception):
+class UnansweredError(UnreadError):
     """The other end lives, and cannot answer."""
 
 

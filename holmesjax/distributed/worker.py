@@ -20,8 +20,9 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, restoring, skipped_data, stores, writing
+from holmesjax.checkpoints import manifest, mirror, restoring, skipped_data, stores, writing
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.data import cluster_paths, whole_digests
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
@@ -41,7 +42,15 @@ from holmesjax.distributed.messages import (
     Up,
 )
 from holmesjax.distributed.store_end import OwnStore
-from holmesjax.errors import REQUEUE, DamagedError, HolmesError, PeerError, SpikeError
+from holmesjax.errors import (
+    REQUEUE,
+    DamagedError,
+    HolmesError,
+    PeerError,
+    SpikeError,
+    of_system,
+)
+from holmesjax.files import places
 from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
@@ -59,7 +68,7 @@ from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Activity
 from holmesjax.training_loop import TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
-from holmesjax.transport import addresses as places, connections
+from holmesjax.transport import addresses, connections
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.records import Record
 from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
@@ -83,8 +92,10 @@ def work(
     environment = ProcessEnvironment.read(env, find_host)
     die_with(env.get("HOLMES_PARENT"))
     connections.raise_open_files()
-    store = join_store(Path(run_dir), env, environment)
-    job = jobs.load_saved(run_dir)
+    folder = places.folder_of(run_dir)
+    url = places.whole_url(run_dir) if places.is_url(run_dir) else None
+    store = join_store(folder, env, environment, url)
+    job = jobs.load_saved(folder)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     if not 0 <= environment.number < len(processes):
         where, problem = "the environment", f"the plan has {len(processes)} processes"
@@ -94,9 +105,15 @@ def work(
 
 
 def join_store(
-    folder: Path, env: MutableMapping[str, str], environment: ProcessEnvironment
+    folder: Path,
+    env: MutableMapping[str, str],
+    environment: ProcessEnvironment,
+    url: str | None = None,
 ) -> OwnStore | None:
-    """Fetches the files of the run, where a run folder is not the launcher's; None where it is."""
+    """Fetches the files of the run, where a run folder is not the launcher's; None where it is.
+
+    `url` is that of the folder's copy in an object store.
+    """
     home = env.get("HOLMES_STORE")
     if home is None and lease.owner(folder):  # whoever starts it has not said, and this says enough
         return None
@@ -106,8 +123,15 @@ def join_store(
     if home is None or not stores.is_own(folder, home):
         return None
     store.join(home)
+    if url:
+        try:
+            mirror.Mirror(url).join(folder)
+        except OSError as error:
+            raise of_system(error) from None
     store.serve()
     store.fetch_run_files()
+    if url and jobs.load_config(folder).run.dir != url:  # else the launcher writes there
+        store.mirror = mirror.of(folder)
     return store
 
 
@@ -270,6 +294,7 @@ class Worker:
                     self._send_saved,
                     self._send_unsaved,
                     self._fence(epoch),
+                    self._begin_mirror(epoch),
                 ),
             )
             member.send(Up())
@@ -306,8 +331,8 @@ class Worker:
     def _meet_controller(self, ports: Ports, unproven: str | None) -> JobStart:
         """Says that this process is ready, and waits until all are."""
         member = self._member
-        addresses = {"data": ports.book, "coordinator": self._coordinator(ports.own)}
-        member.send(Ready(addresses=addresses, unproven=unproven))
+        listens = {"data": ports.book, "coordinator": self._coordinator(ports.own)}
+        member.send(Ready(addresses=listens, unproven=unproven))
         member.status("waited for the other processes to start")
         return member.wait_for(JobStart)
 
@@ -341,7 +366,7 @@ class Worker:
         if coordinator is not None:
             fabric = domain_fabric(job.topology, self._domain)
             own = next(iter(self._environment.addresses.get(fabric, ())), None)
-            coordinator = (places.as_seen_from(coordinator[0], own), coordinator[1])
+            coordinator = (addresses.as_seen_from(coordinator[0], own), coordinator[1])
         devices = domain.join(me, self._domain, coordinator, self._config, key)
         if self._held_port is not None:
             self._held_port.close()
@@ -419,7 +444,21 @@ class Worker:
         """A check that the run folder is still that of this process's job."""
         if self._store is None:
             return lease.fence(self._job.run_dir, epoch)
-        return stores.begin(self._store.folder, f"{self._store.launchers}, epoch {epoch}")
+        start = stores.start_name(str(self._store.launchers), epoch)
+        return stores.begin(self._store.folder, start)
+
+    def _begin_mirror(self, epoch: int) -> Mirror | None:
+        """The copy of the run folder in an object store, where this process writes there."""
+        run_dir, store = self._job.run_dir, self._store
+        found = store.mirror if store and store.mirror else mirror.of(run_dir)
+        if found is None or not self._me.leads:
+            return None
+        home = store.launchers if store else stores.known_identifier(run_dir)
+        try:
+            found.begin(stores.start_name(str(home), epoch))
+        except OSError as error:
+            raise of_system(error) from None
+        return found
 
     def _checkpoint(self, step: int, chunks: Sequence[Chunk]) -> Checkpoint | None:
         """Returns the checkpoint after that step; None for step 0, unless weights were imported.

@@ -233,10 +233,13 @@ def _reach_makes_sense(document: Document, keys: Keys, reach: ReachEntry) -> Ite
     yield from wrong_names(document, (*keys, "env"), reach.env)
     if reach.run_dir and not reach.run_dir.startswith("/"):
         place = (*keys, "run_dir")
-        is_url = places.is_url(reach.run_dir)
-        problem = "is a URL, and no folder" if is_url else "must be a whole path, from / on"
-        fix = "write /data/runs/llama, say; a store like s3:// is written by `launch gather`"
-        yield document.mistake(place, problem, found=reach.run_dir, fix=fix)
+        problem = "must be a whole path, from / on"
+        if places.is_url(reach.run_dir):
+            mistake = places.mistake_in(reach.run_dir)
+            problem = mistake and f"is a URL that names no run folder: {mistake}"
+        fix = "write /data/runs/llama, or s3://BUCKET/NAME, say"
+        if problem:
+            yield document.mistake(place, problem, found=reach.run_dir, fix=fix)
     if reach.identity_file and not Path(reach.identity_file).expanduser().is_file():
         fix = "name the file of a private key on this machine"
         place = (*keys, "identity_file")

@@ -3,9 +3,9 @@
 import argparse
 import os
 import socket
-from pathlib import Path
 
 from holmesjax.distributed.store_end import NOBODY, OwnStore
+from holmesjax.files import places
 from holmesjax.hosts import nics, process_environment
 from holmesjax.hosts.process_environment import die_with
 
@@ -17,8 +17,9 @@ def run(args: argparse.Namespace) -> int:
     if "%" in controller[0]:  # an interface of the launcher's host, not of this one
         own = process_environment.addresses_by_fabric(os.environ, nics.discover)
         controller = process_environment.controller_of(os.environ, own)
+    folder = places.folder_of(args.run_dir)
     store = OwnStore(
-        Path(args.run_dir),
+        folder,
         process=NOBODY,
         node=os.environ.get("HOLMES_NODE") or socket.gethostname(),
         controller=controller,

@@ -35,7 +35,8 @@ class Run:
 
     def commit(self, step, arrays, files):
         same = {"sequences": step, "settings": {}, "data": {}, "plan_hash": "x"}
-        manifest.commit(self.folder, step, arrays=arrays, files=files, **same)
+        text = manifest.describe(step, arrays=arrays, files=files, **same)
+        manifest.commit(self.folder, step, text)
         self.committed.append(step)
 
     def save(self, *steps):

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints import fetching, manifest, stores
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.distributed import store_end, store_messages, worker
 from holmesjax.distributed.controller import Controller
@@ -48,8 +48,7 @@ def commit(folder, step=STEP, **places):
     """A manifest with parts in the stores that are named; the `Checkpoint`."""
     facts = lambda x: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()}
     large = {"bytes": len(LARGE), "sha256": None}
-    manifest.commit(
-        folder,
+    text = manifest.describe(
         step,
         sequences=0,
         settings={},
@@ -59,6 +58,7 @@ def commit(folder, step=STEP, **places):
         files={name: large if x is LARGE else facts(x) for name, x in FILES.items()},
         stores={part: {"id": "x", "node": node, "folder": "/f"} for part, node in places.items()},
     )
+    manifest.commit(folder, step, text)
     return manifest.at(manifest.folder_of(folder, step))
 
 
@@ -174,8 +174,8 @@ def test_a_copy_that_is_not_what_was_written_is_fetched_again(sites):
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_another_fetch_of_a_part_is_waited_for_while_it_grows(tmp_path, monkeypatch, grows):
-    monkeypatch.setattr(store_end, "OTHER_S", 0.05)
-    monkeypatch.setattr(store_end, "LOOK_S", 0.01)
+    monkeypatch.setattr(fetching, "OTHER_S", 0.05)
+    monkeypatch.setattr(fetching, "LOOK_S", 0.01)
     files = {"part_0/d": {"bytes": 100, "sha256": None}}
     copy = stores.Copy(folder=tmp_path, step=STEP, part="part_0", files=files)
     growing, looks = copy.growing("part_0/d"), []
@@ -190,7 +190,7 @@ def test_another_fetch_of_a_part_is_waited_for_while_it_grows(tmp_path, monkeypa
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
         refused = pytest.raises(PeerError, match="which stands still")
-        with contextlib.nullcontext() if grows else refused, store_end._only_one(copy, look):
+        with contextlib.nullcontext() if grows else refused, fetching._only_one(copy, look):
             assert len(looks) == 20
 
 
@@ -198,7 +198,7 @@ def test_bytes_that_change_on_their_way_are_not_taken(sites, monkeypatch):
     hub, join, checkpoint, folders = sites
     new = join(folders["new"])
     look(hub, checkpoint)
-    monkeypatch.setattr(store_end, "RETRY_S", 0.1)
+    monkeypatch.setattr(fetching, "RETRY_S", 0.1)
 
     def send(connection, content):  # one bit of it is another
         sha256 = hashlib.sha256(content).hexdigest()

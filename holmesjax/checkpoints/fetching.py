@@ -1,0 +1,195 @@
+"""Brings parts of a checkpoint into a run folder that lacks them, a piece at a time. No JAX.
+
+A part may be in an object store, whose URL the manifest has, and in the stores that the launcher
+reaches. A copy goes on where it stopped, and counts when all of its files are as in the manifest.
+"""
+
+import contextlib
+import fcntl
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from holmesjax import units
+from holmesjax.checkpoints import stores
+from holmesjax.checkpoints.copy_progress import CopyProgress
+from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.mirror import Mirror
+from holmesjax.checkpoints.stores import PIECE_BYTES, Copy
+from holmesjax.errors import HolmesError, PeerError
+from holmesjax.files import places
+
+RETRY_S = 60.0  # that a fetch tries again for, when its source is lost
+LOOK_S = 0.2  # between two looks at a part that another process fetches
+# Without a byte of a part that another process fetches: longer than that one waits itself.
+OTHER_S = 780.0
+
+Read = Callable[[str, int, int], bytes]  # bytes of a file of the run folder, from a place on
+Source = Callable[[], AbstractContextManager[Read]]  # opens it, for the pieces of a part
+
+
+class UnreadError(Exception):
+    """A source lives, and cannot give a piece."""
+
+
+def fetch(
+    folder: Path,
+    checkpoint: Checkpoint,
+    parts: Collection[str],
+    source: Source | None,
+    advance: Callable[[], object],
+    say: Callable[[str], object],
+) -> None:
+    """Brings the parts of a checkpoint here that are not here yet.
+
+    Args:
+      folder: the run folder; the checkpoint's manifest is in it.
+      checkpoint: whose parts are wanted.
+      parts: their names.
+      source: reads through the launcher, where a part is in no object store, or that is away. It
+        raises OSError, ValueError and UnreadError; None: there is none.
+      advance: called with each piece.
+      say: takes lines that tell how far it is.
+
+    Raises PeerError if a part cannot be fetched now.
+    """
+    files = checkpoint.manifest["files"]
+    here = lambda: set(stores.held(folder, checkpoint.step, files))
+    copies = [
+        Copy(folder=folder, step=checkpoint.step, part=part, files=files)
+        for part in sorted(set(parts) - here())
+    ]
+    if not copies:
+        return
+    names = ", ".join(copy.part for copy in copies)
+    total, begun = sum(copy.num_bytes for copy in copies), sum(copy.begun() for copy in copies)
+    progress = CopyProgress(f"fetching {names}", total, begun, say)
+    for copy in copies:
+        with _only_one(copy, advance):
+            if copy.part not in here():
+                url = urls_of(checkpoint).get(copy.part)
+                sources = [functools.partial(_of_url, url)] if url else []
+                _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
+    progress.end(f"fetched {names}")
+
+
+def urls_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """The parts of a checkpoint that are in object stores, with the URLs of their run folders."""
+    known = checkpoint.manifest.get("stores", {})
+    return {part: x["folder"] for part, x in known.items() if places.is_url(x["folder"])}
+
+
+def held_at_urls(checkpoint: Checkpoint) -> set[str]:
+    """The parts that an object store has, each file in its size; none of a store that is away."""
+    found: set[str] = set()
+    urls, files = urls_of(checkpoint), checkpoint.manifest["files"]
+    for url in dict.fromkeys(urls.values()):
+        with contextlib.suppress(OSError, HolmesError):
+            held = Mirror(places.whole_url(url)).held(checkpoint.step, files)
+            found |= {part for part in held if urls.get(part) == url}
+    return found
+
+
+@contextlib.contextmanager
+def _of_url(url: str) -> Iterator[Read]:
+    yield Mirror(places.whole_url(url)).read_piece
+
+
+def _fetch_part(
+    copy: Copy,
+    sources: list[Source],
+    progress: CopyProgress,
+    advance: Callable[[], object],
+) -> None:
+    deadline_s, seen = time.monotonic() + RETRY_S, progress.done
+    while True:
+        problem: Exception = LookupError("no store is known that has it")
+        for source in sources:
+            try:
+                with source() as read:
+                    for file in copy.own_files:
+                        _fetch_file(copy, file, read, progress, advance)
+                copy.finish()
+                return
+            except (OSError, ValueError, UnreadError) as error:
+                problem = error
+        if progress.done > seen and not progress.is_too_much:
+            deadline_s, seen = time.monotonic() + RETRY_S, progress.done
+        is_of_disk = isinstance(problem, _DiskError)
+        if is_of_disk or not sources or time.monotonic() > deadline_s:
+            raise _unfetched(copy, "cannot be fetched", problem) from None
+        time.sleep(1.0)  # another store may come, or this one again
+
+
+class _DiskError(OSError):
+    """The disk here does not take what has come."""
+
+
+def _fetch_file(
+    copy: Copy,
+    file: str,
+    read: Read,
+    progress: CopyProgress,
+    advance: Callable[[], object],
+) -> None:
+    name, size = stores.name_in(copy.step, file), int(copy.files[file]["bytes"])
+    with _growing(copy, file) as write:
+        while (first := copy.missing(file)) is not None:
+            content = read(name, first, PIECE_BYTES) if size else b""
+            if not content and size:
+                raise ValueError(f"{file} has ended early, at byte {first}")
+            write(content)
+            progress.add(len(content))
+            advance()
+
+
+@contextlib.contextmanager
+def _growing(copy: Copy, file: str) -> Iterator[Callable[[bytes], None]]:
+    try:
+        growing = copy.growing(file).open("ab")
+    except OSError as error:
+        raise _DiskError(error.errno, error.strerror, error.filename) from None
+
+    def write(content: bytes) -> None:
+        try:
+            growing.write(content)
+            growing.flush()
+        except OSError as error:
+            raise _DiskError(error.errno, error.strerror, growing.name) from None
+
+    with growing:
+        yield write
+
+
+@contextlib.contextmanager
+def _only_one(copy: Copy, advance: Callable[[], object]) -> Iterator[None]:
+    """Lets one process of this store fetch a part at a time; a killed one is not waited for.
+
+    Raises PeerError if no byte comes to another's copy from one `OTHER_S` to the next.
+    """
+    copy.path.parent.mkdir(parents=True, exist_ok=True)
+    with copy.path.with_name(f"{copy.part}.lock").open("wb") as file:
+        deadline_s, seen = time.monotonic() + OTHER_S, copy.begun()
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            advance()
+            time.sleep(LOOK_S)
+            if time.monotonic() < deadline_s:
+                continue
+            if (now := copy.begun()) == seen:
+                found = f"no byte of it in {units.duration(OTHER_S)}"
+                raise _unfetched(copy, "is fetched by another process, which stands still", found)
+            deadline_s, seen = time.monotonic() + OTHER_S, now
+        yield
+
+
+def _unfetched(copy: Copy, problem: str, found: object) -> PeerError:
+    where = f"{copy.part} of the checkpoint after step {copy.step}"
+    fix = "start again with the same command: it goes on with what is fetched"
+    return PeerError(where, problem, found=found, fix=fix)

@@ -1,0 +1,379 @@
+"""The copy of a run folder in an object store: written before a checkpoint counts. No JAX.
+
+    s3://bucket/name/store.json, store_owner.json       as in `stores`
+                     config.yaml, metrics.jsonl, ...    as the run folder has them
+                     checkpoints/step_00000100/part_0/  written by the process that saved it
+                                               manifest.json    written last, and never replaced
+
+All methods raise OSError for what a store says, or does not say in time.
+"""
+
+import contextlib
+import errno
+import functools
+import importlib
+import itertools
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from holmesjax.checkpoints import manifest, stores
+from holmesjax.data import object_stores, optional_packages
+from holmesjax.errors import ConfigError, HolmesError, LeaseError, LostLeaseError, of_system
+from holmesjax.files import places
+from holmesjax.files.whole_files import write_whole
+from holmesjax.liveness.lease import Lease
+
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
+# So that a store that is away fails a save within a minute or two. s3fs tries five times itself.
+CONNECT_S, READ_S = 10, 60
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": CONNECT_S,
+            "read_timeout": READ_S,
+            "retries": {"max_attempts": 0},
+        }
+    }
+}
+THREADS = 4  # files that are written at once; each holds a block or two
+BLOCK_BYTES = 16 << 20
+MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
+# Of a run folder, besides what a process of another store needs (`stores.run_files`).
+RUN_FILES = ("metrics.jsonl", "allowed.json", "allowed_differences.json")
+
+
+class Mirror:
+    """The copy of a run folder at a URL.
+
+    Args:
+      url: `s3://BUCKET/NAME` or `gs://BUCKET/NAME`.
+      say: takes a line about what is tried again after the next save.
+    """
+
+    def __init__(self, url: str, say: Callable[[str], object] = print):
+        self.url, self._say = url, say
+        self._root = url.partition("://")[2]
+        self._start = ""  # until `begin`
+        self._published: dict[str, tuple[int, int]] = {}  # size and time of each file that is there
+        self._follower = ThreadPoolExecutor(1, "mirror")
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        scheme = self.url.partition("://")[0]
+        with optional_packages.package(CLIENTS[scheme], extra=scheme, where=self.url):
+            importlib.import_module(CLIENTS[scheme])
+            fsspec = importlib.import_module("fsspec")
+        options = OPTIONS.get(scheme, {})
+        return fsspec.filesystem(scheme, use_listings_cache=False, **options)
+
+    def close(self) -> None:
+        """Waits for what follows a commit."""
+        self._follower.shutdown()
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextlib.contextmanager
+    def _telling(self, name: str = "") -> Iterator[None]:
+        """Raises what a store's client raises as an OSError, with the URL."""
+        try:
+            yield
+        except object_stores.errors() as error:
+            number = (isinstance(error, OSError) and error.errno) or _number(error)
+            where = f"{self.url}/{name}" if name else self.url
+            raise OSError(number, object_stores.said_by(error), where) from None
+
+    # ---- single objects ------------------------------------------------------------------------
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None if it is not there."""
+        try:
+            with self._telling(name):
+                return bytes(self._store.cat_file(self._at(name)))
+        except FileNotFoundError:
+            return None
+
+    def read_piece(self, name: str, first: int, count: int) -> bytes:
+        """Bytes of an object from a place on, as `stores.read_piece`."""
+        with self._telling(name):
+            return bytes(self._store.cat_file(self._at(name), start=first, end=first + count))
+
+    def put(self, name: str, content: bytes, *, replaces: bool = True) -> None:
+        """Writes a small object. Raises FileExistsError for another one that is not replaced."""
+        try:
+            with self._telling(name):
+                mode = "overwrite" if replaces else "create"
+                self._store.pipe_file(self._at(name), content, mode=mode)
+        except FileExistsError:
+            if self.read(name) != content:  # an answer may have been lost, and it was tried again
+                raise
+
+    def _put_file(self, path: Path, name: str) -> None:
+        """Copies a file, some blocks in memory at a time; the object appears when it is whole."""
+        size = path.stat().st_size
+        block = max(BLOCK_BYTES, -(-size // MOST_BLOCKS // 2**18) * 2**18)
+        with self._telling(name), contextlib.ExitStack() as stack:
+            file = stack.enter_context(path.open("rb"))
+            target = self._store.open(self._at(name), "wb", block_size=block)
+            shutil.copyfileobj(file, stack.enter_context(target), BLOCK_BYTES)
+
+    def _listed(self, name: str) -> dict[str, int]:
+        """The objects below a name, as files of the run folder, with their bytes."""
+        with self._telling(name):
+            try:
+                found = self._store.find(self._at(name), detail=True)
+            except FileNotFoundError:
+                return {}
+        first = len(self._root) + 1
+        return {path[first:]: int(facts["size"]) for path, facts in found.items()}
+
+    def _remove(self, names: Collection[str]) -> None:
+        with self._telling():
+            if names:
+                self._store.rm([self._at(name) for name in names])
+
+    # ---- whose it is ---------------------------------------------------------------------------
+
+    def begin(self, start: str) -> None:
+        """Makes it that of one start of the run, by its name, as `stores.begin`."""
+        self._start = start
+        self.put(stores.OWNER, json.dumps({"start": start}).encode())
+
+    def check(self) -> None:
+        """Raises LostLeaseError if another start has begun since."""
+        if (found := self._owner()) != self._start:
+            problem = "belongs to another start of the run by now, so nothing is written"
+            fix = "let the other start go on"
+            raise LostLeaseError(self.url, problem, found=found, fix=fix)
+
+    def _owner(self) -> str:
+        return _text_in(self.read(stores.OWNER), "start")
+
+    def join(self, folder: Path) -> None:
+        """Makes it the copy of a run folder, and the folder one of its run.
+
+        Raises HolmesError where they are of different runs.
+        """
+        there = _text_in(self.read(stores.RECORD), "id")
+        here = stores.known_identifier(folder)
+        if there and here and stores.run_of(there) != stores.run_of(here):
+            fix = f"name another URL; or remove {folder}, where the run at this URL is to go on"
+            found = f"the identifier {there}, not {stores.run_of(here)}..."
+            raise HolmesError(self.url, "is the folder of another run", found=found, fix=fix)
+        here = stores.identifier(folder, stores.run_of(there) if there else None)
+        if not there:
+            made = stores.run_of(here) + secrets.token_hex(8)
+            self.put(stores.RECORD, json.dumps({"id": made}).encode())
+        places.note_url(folder, self.url)
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps whose manifest is there."""
+        has_manifest = lambda step: self._has(stores.name_in(step, manifest.MANIFEST))
+        with ThreadPoolExecutor(manifest.THREADS) as pool:
+            steps = self._steps()
+            return list(itertools.compress(steps, pool.map(has_manifest, steps)))
+
+    def _steps(self) -> list[int]:
+        with self._telling(manifest.FOLDER):
+            try:
+                found = self._store.ls(self._at(manifest.FOLDER), detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+        names = (path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(int(match[1]) for name in names if (match := manifest.STEP.fullmatch(name)))
+
+    def _has(self, name: str) -> bool:
+        with self._telling(name):
+            return bool(self._store.exists(self._at(name)))
+
+    def held(self, step: int, files: Mapping[str, Any]) -> list[str]:
+        """The parts of a checkpoint that are there, as `stores.held`."""
+        sizes = self._listed(f"{stores.name_in(step, '')}".rstrip("/"))
+        whole: dict[str, bool] = {}
+        for file, facts in files.items():
+            is_there = sizes.get(stores.name_in(step, file)) == int(facts["bytes"])
+            part = manifest.part_of(file)
+            whole[part] = whole.get(part, True) and is_there
+        return [part for part, is_whole in whole.items() if is_whole]
+
+    def upload(self, folder: Path, step: int, files: manifest.Files) -> None:
+        """Brings parts of a checkpoint there, which are durable when this returns.
+
+        Raises FileExistsError where a checkpoint of this step is there, and as `check`.
+        """
+        self.check()
+        if self._has(name := stores.name_in(step, manifest.MANIFEST)):
+            raise FileExistsError(errno.EEXIST, "a checkpoint is there", f"{self.url}/{name}")
+        parts = sorted({manifest.part_of(file) for file in files})
+        for part in parts:  # what a save that was cut has left
+            self._remove(self._listed(stores.name_in(step, part)))
+        with ThreadPoolExecutor(THREADS) as pool:
+            names = [stores.name_in(step, file) for file in files]
+            list(pool.map(lambda name: self._put_file(folder / name, name), names))
+        if missing := set(parts) - set(self.held(step, files)):
+            where = f"{self.url}/{stores.name_in(step, min(missing))}"
+            raise OSError(errno.EIO, "is not there in its size after it was written", where)
+        self.check()
+
+    def commit(self, folder: Path, step: int, text: str) -> None:
+        """Writes the files of the run, and then the manifest of a checkpoint. Raises as `check`."""
+        self.check()
+        self._publish(folder)
+        self.put(stores.name_in(step, manifest.MANIFEST), text.encode(), replaces=False)
+        try:
+            self.check()
+        except LostLeaseError:
+            self.withdraw(step)
+            raise
+
+    def withdraw(self, step: int) -> None:
+        """Takes a commit back."""
+        with contextlib.suppress(FileNotFoundError):
+            self._remove([stores.name_in(step, manifest.MANIFEST)])
+
+    def _publish(self, folder: Path) -> None:
+        """Writes the files of the run that have changed."""
+        for name in [*stores.run_files(folder), *RUN_FILES]:
+            with contextlib.suppress(FileNotFoundError):
+                facts = (folder / name).stat()
+                version = (facts.st_size, facts.st_mtime_ns)
+                if self._published.get(name) != version:
+                    self._put_file(folder / name, name)
+                    self._published[name] = version
+
+    def follow(self, folder: Path, last: int) -> None:
+        """Removes what the run folder has not kept, up to a step; does not wait."""
+        self._follower.submit(self._tell, lambda: self._follow(folder, last))
+
+    def take(self, step: int, text: str) -> None:
+        """Writes a manifest that the launcher has committed; does not wait."""
+        name = stores.name_in(step, manifest.MANIFEST)
+        self._follower.submit(self._tell, lambda: self.put(name, text.encode()))
+
+    def _follow(self, folder: Path, last: int) -> None:
+        self._publish(folder)
+        self.keep(stores.committed_steps(folder), last)
+
+    def _tell(self, do: Callable[[], object]) -> None:
+        try:
+            if self._start:
+                self.check()
+                do()
+        except (OSError, HolmesError) as error:
+            why = " ".join(str(error).split())
+            self._say(f"warning: {self.url} is not up to date, which is tried again: {why}")
+
+    def keep(self, steps: Collection[int], last: int) -> None:
+        """Takes away the checkpoints that are not among `steps`, by the rules of `stores.keep`."""
+        for step in self._steps():
+            name = stores.name_in(step, manifest.MANIFEST)
+            if step in steps or step > last or (step >= max(steps) and self._has(name)):
+                continue
+            self.withdraw(step)  # first: what has no manifest is no checkpoint
+            self._remove(self._listed(stores.name_in(step, "").rstrip("/")))
+
+    # ---- another machine -----------------------------------------------------------------------
+
+    def pull(self, folder: Path, lease: Lease, say: Callable[[str], object]) -> None:
+        """Brings the files of the run and the manifests here; parts are fetched when needed.
+
+        The files of the folder stay where it was the last that wrote to the URL.
+        """
+        own = stores.known_identifier(folder)
+        if not (owner := self._owner()).startswith(f"{own},"):
+            names = [name for name in (*stores.RUN_FILES, *RUN_FILES) if self._has(name)]
+            for run_folder in stores.RUN_FOLDERS:
+                names += self._listed(run_folder)
+            for name in names:
+                self._pull_file(folder, name)
+            if owner:
+                say(f"run folder  {len(names)} files from {self.url}, which another start wrote")
+        here = dict(manifest.finished(folder))
+        for step in sorted(set(self.steps()) - set(here)):
+            path = manifest.folder_of(folder, step)
+            if path.exists():  # parts of another save than that of the manifest
+                lease.move(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.removed"))
+            if content := self.read(stores.name_in(step, manifest.MANIFEST)):
+                path.mkdir(parents=True, exist_ok=True)
+                write_whole(path / manifest.MANIFEST, content)
+
+    def _pull_file(self, folder: Path, name: str) -> None:
+        path = folder / name if name in RUN_FILES else stores.place_of(folder, name)
+        content = self.read(name)
+        if content is not None and (not path.is_file() or path.read_bytes() != content):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
+
+
+def _text_in(content: bytes | None, field: str) -> str:
+    """A field of an object in JSON; "" where there is none, or none that can be read."""
+    try:
+        found = json.loads(content or b"{}")[field]
+        return found if isinstance(found, str) else ""
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _number(error: Exception) -> int:
+    """The number of an error whose client gives none."""
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT
+    if isinstance(error, FileExistsError):
+        return errno.EEXIST
+    denied = isinstance(error, PermissionError) or re.search("credential", str(error), re.I)
+    return errno.EACCES if denied else errno.EIO
+
+
+def of(folder: Path, say: Callable[[str], object] = print) -> Mirror | None:
+    """The copy of a run folder, if it has one."""
+    url = places.url_of(folder)
+    return Mirror(url, say) if url else None
+
+
+def bring(place: str, say: Callable[[str], object]) -> Path:
+    """The folder of a run, with what its object store has besides the arrays.
+
+    Nothing is brought where a run goes on here. Raises ConfigError if there is no run, and as
+    `open_run`.
+    """
+    folder = places.folder_of(place)
+    if places.is_url(place):
+        try:
+            is_there = Mirror(places.whole_url(place))._has("config.yaml")
+        except OSError as error:
+            raise of_system(error) from None
+        if not is_there:
+            found, fix = "no config.yaml in it", "name the URL of a run that has saved a checkpoint"
+            raise ConfigError(place, "is no run folder", found=found, fix=fix)
+        with contextlib.suppress(LeaseError), Lease(folder) as lease:
+            open_run(place, lease, say)
+    return folder
+
+
+def open_run(place: str | Path, lease: Lease, say: Callable[[str], object]) -> None:
+    """Brings what a run in an object store needs to its folder here, whose owner calls this.
+
+    Does nothing for a run folder without a copy.
+
+    Raises PeerError if the store cannot be reached, and HolmesError for what cannot be.
+    """
+    folder = places.folder_of(place)
+    url = places.whole_url(place) if places.is_url(place) else places.url_of(folder)
+    if url is None:
+        return
+    mirror = Mirror(url, say)
+    try:
+        mirror.join(folder)
+        mirror.pull(folder, lease, say)
+    except OSError as error:
+        raise of_system(error) from None
+    finally:
+        mirror.close()

@@ -1,0 +1,200 @@
+"""Run folders in an object store: what is written there, and what another machine has of it."""
+
+import hashlib
+import os
+
+import pytest
+import s3fs
+
+from holmesjax.checkpoints import committed, fetching, manifest, mirror, stores
+from holmesjax.checkpoints.mirror import Mirror
+from holmesjax.checkpoints.stores import PIECE_BYTES
+from holmesjax.errors import HolmesError, LostLeaseError, PeerError
+from holmesjax.files import places
+from holmesjax.liveness.lease import Lease
+from tests.data.object_store import object_store
+
+LARGE = os.urandom(PIECE_BYTES + 7)
+FILES = {"part_0/d/large": LARGE, "part_0/_METADATA": b"zero", "part_1/d/empty": b""}
+SAME = {"sequences": 0, "settings": {}, "data": {}, "plan_hash": "", "arrays": {}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with object_store("runs") as store:
+        yield store
+
+
+@pytest.fixture
+def machine(server, tmp_path, monkeypatch, request):
+    """The run folder that a URL has on a machine, by the machine's name; and the URL."""
+    url = f"s3://runs/{request.node.name.replace('[', '_').rstrip(']')}"
+
+    def run_folder(name):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        return places.folder_of(url)
+
+    return run_folder, url
+
+
+def start(folder, url, epoch=1):
+    """A start of the run: the copy of its folder."""
+    with Lease(folder) as lease:
+        mirror.open_run(url, lease, lambda line: None)
+    found = mirror.of(folder)
+    found.begin(stores.start_name(stores.identifier(folder), epoch))
+    return found
+
+
+def facts(content):
+    digest = None if content is LARGE else hashlib.sha256(content).hexdigest()
+    return {"bytes": len(content), "sha256": digest}
+
+
+def save(folder, found, step, *, until="end"):
+    """Saves as a run does, up to a moment at which it is killed."""
+    path = manifest.begin(folder, step)
+    for name, content in FILES.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    files = {name: facts(content) for name, content in FILES.items()}
+    if until == "upload":
+        found._put_file(path / "part_0/d/large", stores.name_in(step, "part_0/d/large"))
+        return
+    found.upload(folder, step, files)
+    where = {"id": "x", "node": "n", "folder": found.url}
+    parts = dict.fromkeys(("part_0", "part_1"), where)
+    text = manifest.describe(step, files=files, stores=parts, **SAME)
+    if until == "manifest":
+        return
+    found.commit(folder, step, text)
+    if until == "end":
+        manifest.commit(folder, step, text)
+        committed.note(folder, step)
+
+
+def fetch(folder, step, say=lambda line: None):
+    found = manifest.at(manifest.folder_of(folder, step))
+    parts = {manifest.part_of(name) for name in FILES}
+    fetching.fetch(folder, found, parts, None, lambda: None, say)
+    for name, content in FILES.items():
+        assert (found.path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("until", ["upload", "manifest", "commit"])
+def test_a_save_that_is_killed_leaves_the_newest_complete_one(machine, until):
+    run_folder, url = machine
+    here = run_folder("a")
+    found = start(here, url)
+    save(here, found, 1)
+    save(here, found, 2, until=until)
+    newest = 2 if until == "commit" else 1
+    for name in ("a", "b"):  # the machine itself, and one that has nothing
+        there = run_folder(name)
+        again = start(there, url, epoch=2)
+        assert manifest.find(there)[0].step == newest, name
+        fetch(there, newest)
+        assert manifest.newest(there, print, fetches=True).step == newest
+    save(there, again, 3)  # it goes on where it was cut
+    if newest == 1:
+        save(there, again, 2)
+    assert again.steps() == [1, 2, 3]
+
+
+def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server):
+    run_folder, url = machine
+    here = run_folder("a")
+    (here / "tokenizer").mkdir(parents=True)
+    names = ["skipped.json", "metrics.jsonl", "tokenizer/x.json"]
+    for name in names:
+        (here / name).write_text(name)
+    save(here, start(here, url), 4)
+    new, said = run_folder("b"), []
+    start(new, url)
+    assert [(new / name).read_text() for name in names] == names
+    step = manifest.folder_of(new, 4)
+    begun = step / "part_0.fetching/d/large"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(LARGE[:1000])
+    fetch(new, 4, said.append)
+    assert said[0] == "fetching part_0, part_1: 4 MiB, 1000 B of them were here already"
+    name = f"{url.partition('://')[2]}/{stores.name_in(4, 'part_0/_METADATA')}"
+    server.pipe_file(name, b"zerp")
+    run_folder("c")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PeerError) as error:
+        patch.setattr(fetching, "RETRY_S", 0.0)
+        start(third := run_folder("c"), url)
+        fetch(third, 4)
+    assert "has not the SHA-256" in str(error.value.found)
+
+
+def test_the_last_that_wrote_says_what_the_run_is(machine):
+    run_folder, url = machine
+    first = run_folder("a")
+    old = start(first, url)
+    save(first, old, 1)
+    (first / "skipped.json").write_text("since the save")
+    start(first, url, epoch=2)  # its own folder is newer than the store
+    assert (first / "skipped.json").read_text() == "since the save"
+    second = run_folder("b")
+    new = start(second, url)
+    (second / "skipped.json").write_text("of b")
+    save(second, new, 2)
+    run_folder("a")
+    for act in (lambda: save(first, old, 2), lambda: old.commit(first, 2, "{}")):
+        with pytest.raises(LostLeaseError, match="another start"):
+            act()
+    start(first, url, epoch=3)
+    assert (first / "skipped.json").read_text() == "of b"
+    assert [found.step for found in manifest.find(first)] == [2, 1]
+
+
+def test_what_the_run_folder_has_not_kept_goes(machine):
+    run_folder, url = machine
+    here = run_folder("a")
+    found = start(here, url)
+    for step in (1, 2, 3):
+        save(here, found, step)
+    save(here, found, 4, until="upload")
+    save(here, found, 5, until="upload")  # this one is being written
+    found.keep([2, 3], last=4)
+    found.keep([2], last=3)  # the newest goes only where there is a newer one
+    assert (found.steps(), found._steps()) == ([2, 3], [2, 3, 5])
+
+
+def test_the_url_of_another_run_is_refused(machine):
+    run_folder, url = machine
+    found = start(run_folder("a"), url)
+    other = run_folder("b")
+    stores.identifier(other)
+    with pytest.raises(HolmesError, match="is the folder of another run"):
+        found.join(other)
+
+
+def test_a_store_that_is_away_fails_the_save_and_says_where(machine, monkeypatch):
+    run_folder, url = machine
+    here = run_folder("a")
+    start(here, url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(mirror, "OPTIONS", {})  # another client than that of the other tests
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    away = Mirror(url)
+    with pytest.raises(OSError, match=r"onnect") as error:
+        away.begin("x")
+    assert error.value.filename == f"{url}/{stores.OWNER}"
+    with Lease(here) as lease, pytest.raises(PeerError, match=url):
+        mirror.open_run(url, lease, print)
+
+
+@pytest.mark.parametrize("url", ["s3://b/x", "gs://b/x"])
+def test_a_url_never_becomes_a_folder_of_that_name(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for place in (url, manifest.Path(url)):
+        assert places.folder_of(place) == tmp_path / "cache/holmesjax/runs" / url[:2] / "b/x"
+        with pytest.raises(HolmesError, match="is a URL, and no folder"):
+            stores.identifier(manifest.Path(place))
+    for wrong in ("s3://b", "s3://b/../x", "ftp://b/x", "s3:///x"):
+        with pytest.raises(HolmesError, match="no run folder in a store"):
+            places.folder_of(wrong)
+    assert not list(tmp_path.iterdir())
