@@ -1,7 +1,10 @@
 """Run folders in an object store: what is written there, and what another machine has of it."""
 
+import errno
 import hashlib
+import io
 import os
+import shutil
 
 import pytest
 import s3fs
@@ -12,7 +15,9 @@ from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.errors import HolmesError, LostLeaseError, PeerError
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
+from holmesjax.trainer import Trainer
 from tests.data.object_store import object_store
+from tests.jobs import write_run
 
 LARGE = os.urandom(PIECE_BYTES + 7)
 FILES = {"part_0/d/large": LARGE, "part_0/_METADATA": b"zero", "part_1/d/empty": b""}
@@ -101,7 +106,7 @@ def test_a_save_that_is_killed_leaves_the_newest_complete_one(machine, until):
     assert again.steps() == [1, 2, 3]
 
 
-def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server):
+def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server, monkeypatch):
     run_folder, url = machine
     here = run_folder("a")
     (here / "tokenizer").mkdir(parents=True)
@@ -120,10 +125,9 @@ def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server):
     assert said[0] == "fetching part_0, part_1: 4 MiB, 1000 B of them were here already"
     name = f"{url.partition('://')[2]}/{stores.name_in(4, 'part_0/_METADATA')}"
     server.pipe_file(name, b"zerp")
-    run_folder("c")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PeerError) as error:
-        patch.setattr(fetching, "RETRY_S", 0.0)
-        start(third := run_folder("c"), url)
+    monkeypatch.setattr(fetching, "RETRY_S", 0.0)
+    start(third := run_folder("c"), url)
+    with pytest.raises(PeerError) as error:
         fetch(third, 4)
     assert "has not the SHA-256" in str(error.value.found)
 
@@ -176,7 +180,8 @@ def test_a_store_that_is_away_fails_the_save_and_says_where(machine, monkeypatch
     here = run_folder("a")
     start(here, url)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(mirror, "OPTIONS", {})  # another client than that of the other tests
+    once = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
+    monkeypatch.setattr(mirror, "OPTIONS", once)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     away = Mirror(url)
     with pytest.raises(OSError, match=r"onnect") as error:
@@ -198,3 +203,39 @@ def test_a_url_never_becomes_a_folder_of_that_name(tmp_path, monkeypatch, url):
         with pytest.raises(HolmesError, match="no run folder in a store"):
             places.folder_of(wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
+    server, tmp_path, monkeypatch
+):
+    url, said = "s3://runs/trained", io.StringIO()
+    run_file = write_run(tmp_path, {"a": (1,)})
+    settings = ["model.num_layers=1", "model.width=16", "checkpoint.every=2", "train.steps=6"]
+    folder = places.folder_of(url)
+    undisturbed = Trainer(run_file, settings).train()
+    upload = Mirror.upload
+
+    def fail_once(self, run_dir, step, files):
+        if step == 2:
+            raise OSError(errno.EIO, "no answer", url)
+        upload(self, run_dir, step, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "upload", fail_once)
+        first = Trainer(run_file, [*settings, f"run.dir={url}"], said).train()
+    assert "warning: no checkpoint after step 2: no answer" in said.getvalue()
+    assert "; the next is tried in " in said.getvalue()
+    assert Mirror(url).steps() == [4, 6]
+    assert [found.step for found in manifest.find(folder)] == [6, 4]
+    shutil.rmtree(folder)  # another machine
+    Mirror(url).withdraw(6)  # as if killed before
+    Mirror(url).put(committed.RECORD, b'{"step": 4}')
+    with Lease(folder) as lease:
+        mirror.open_run(url, lease, lambda line: None)
+    again = Trainer(folder, [], said)
+    assert again.job.config.run.dir == url
+    again.train()
+    assert "fetching part_0" in said.getvalue()
+    losses = lambda records: [record["loss"] for record in records]
+    assert losses(again.history) == losses(first) == losses(undisturbed)
+    shutil.rmtree(folder)

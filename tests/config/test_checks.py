@@ -158,10 +158,10 @@ model.vocab_size: must be at least 256: the tokens of the corpus are bytes
   found: 255
   fix: use 256, or a padded size
 
-run.dir=s3://b/x
-run.dir: is a URL, which would become a folder of that name here
-  found: s3://b/x
-  fix: name a folder; `launch gather RUN --to URL` copies a checkpoint into a store
+run.dir=ftp://b/x
+run.dir: is a URL that names no run folder: its store is ftp
+  found: ftp://b/x
+  fix: write s3://BUCKET/NAME or gs://BUCKET/NAME
 
 run.dir=~/runs/a
 run.dir: must be a path without ~, which only a shell replaces at the start of a word

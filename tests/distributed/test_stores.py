@@ -304,15 +304,6 @@ def test_no_name_leads_out_of_a_run_folder(tmp_path, name):
         hub.read(AskPiece(name=name, first=0, count=10))
 
 
-@pytest.mark.parametrize("url", ["s3://b/x", "gs://b/x"])
-def test_a_url_never_becomes_a_folder(tmp_path, monkeypatch, url):
-    monkeypatch.chdir(tmp_path)
-    for folder in (url, manifest.Path(url)):
-        with pytest.raises(HolmesError, match="is a URL, and no folder"):
-            stores.identifier(manifest.Path(folder))
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_earlier_start_writes_no_more(tmp_path):
     first = stores.begin(tmp_path, "x, epoch 1")
     first()

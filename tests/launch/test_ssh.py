@@ -381,7 +381,7 @@ WRONG = [
     (r'{node: c, env: {"A\n": x}}', "must be one line of readable characters", r"with '\n'"),
     (r'{node: c, ssh_options: ["A=\0"]}', "ssh_options[0]: must be one line", r"with '\x00'"),
     ("{node: c, env: 1}", "hosts[2].env: must be names with values", "NAME: value"),
-    ("{node: c, run_dir: s3://b/x}", "hosts[2].run_dir: is a URL, and no folder", "launch gather"),
+    ("{node: c, run_dir: s3://b}", "hosts[2].run_dir: is a URL", "s3://BUCKET/NAME"),
     ("{node: c, run_dir: runs/x}", "hosts[2].run_dir: must be a whole path", "found: runs/x"),
     ("{nod: c}", "hosts[2].nod: no such setting", "did you mean 'node'?"),
 ]
