@@ -345,8 +345,7 @@ class Trainer:
         with ExitStack() as stack, setup:
             stack.callback(setattr, self, "progress", None)
             runner = setup.compile()
-            if start.checkpoint:
-                self._fetch(start.checkpoint)
+            self._fetch(start.checkpoint)
             setup.restore(runner, start.checkpoint)
             batches = setup.reading.result()
             data = batches.digests()
@@ -370,10 +369,8 @@ class Trainer:
             )
             say = recorder.console.print
             scrub = stack.enter_context(Scrub(self.run_dir, config.checkpoint.scrub, say))
-            if found := mirror.of(self.run_dir, say):
-                stack.callback(found.close)
-                found.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
-            saves = self._saves(start, lease, data, say, (alarm.committed, scrub.committed), found)
+            copy = self._begin_copy(stack, lease, say)
+            saves = self._saves(start, lease, data, say, (alarm.committed, scrub.committed), copy)
             alarm.attach(saves.outstanding, say)
 
             def is_stopping() -> bool:
@@ -397,7 +394,7 @@ class Trainer:
                     tells_at_once=lambda: self._is_stepwise,
                 ),
                 runner,
-                writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check, found),
+                writing.Writer(self.run_dir, chunks, saves.saved, saves.failed, lease.check, copy),
             )
             self._loop, self._chunks = loop, chunks
             self.progress = progress
@@ -461,8 +458,20 @@ class Trainer:
         parts = [manifest.part_name(chunk.number) for chunk in self._chunks]
         return {part: {**where, "folder": copy.url} for part in parts} if copy else {}
 
-    def _fetch(self, checkpoint: Checkpoint) -> None:
+    def _begin_copy(
+        self, stack: ExitStack, lease: Lease, say: Callable[[str], None]
+    ) -> Mirror | None:
+        """The run folder's copy in an object store, which is this start's from now on."""
+        copy = mirror.of(self.run_dir, say)
+        if copy:
+            stack.callback(copy.close)
+            copy.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
+        return copy
+
+    def _fetch(self, checkpoint: Checkpoint | None) -> None:
         """Brings parts here that only an object store has."""
+        if checkpoint is None:
+            return
         parts = fetching.urls_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
         fetching.fetch(self.run_dir, checkpoint, parts, None, lambda: None, self._print)
         manifest.refuse_elsewhere(checkpoint)

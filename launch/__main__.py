@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from holmesjax.errors import REQUEUE, AbsentDataError, HolmesError, of_system
+from holmesjax.errors import REQUEUE, AbsentDataError, ConfigError, HolmesError, of_system
 from holmesjax.files import places
 from holmesjax.hosts import jax_settings
 from holmesjax.liveness import hung_main_thread
@@ -58,9 +58,17 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
 
 
 def _bring_runs(*found: argparse.Namespace | None) -> None:
-    """Replaces the URL of a run by the run's folder here, where a verb reads one."""
+    """Replaces the URL of a run by the run's folder here, where a verb reads one.
+
+    Raises ConfigError for a URL where only a file or folder of this machine can be written.
+    """
     say = functools.partial(print, flush=True, file=sys.stderr)
     for args in found:
+        for name in ("to", "out", "output"):
+            place = str(getattr(args, name, None))
+            if places.is_url(place) and args and args.verb != "gather":
+                fix = "name a place here; `launch gather RUN --to URL` writes a run into a store"
+                raise ConfigError(f"--{name}", "is a URL, and no place here", found=place, fix=fix)
         for name in ("target", "run_dir"):
             place = getattr(args, name, None)
             if place and places.is_url(place) and args and args.verb not in ("worker", "store"):

@@ -92,6 +92,8 @@ MISTAKES = [
     ("train RUN --hots H", "train: has no such option", "--hots H", "did you mean --hosts?"),
     ("train RUN --overrides a=1", "has no such option", "--overrides a=1", "--help lists"),
     ("compare X --plot", "compare: has no such option", "--plot", "--help lists the options"),
+    ("import /tmp --to s3://b/x", "--to: is a URL", "s3://b/x", "launch gather"),
+    ("export /tmp --out gs://b/x", "--out: is a URL", "gs://b/x", "launch gather"),
     ("tokenizer /tmp --vocab 300 --out /tmp/", "--out: is the corpus", "/tmp", "another folder"),
     ("tokenize /tmp --tokenizer bytes --out /tmp", "--out: is the corpus", "/tmp", "another"),
     ("tokenize /tmp --tokenizer bytes --out /tmp/a/b", "--out: is inside", "/tmp/a/b", "--pattern"),

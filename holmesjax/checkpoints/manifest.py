@@ -28,7 +28,7 @@ from typing import Any
 
 from holmesjax.checkpoints import committed
 from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text, places, regular_files
 from holmesjax.files.whole_files import write_whole
 
 FOLDER, MANIFEST, FORMAT = "checkpoints", "manifest.json", 6
@@ -164,10 +164,16 @@ def elsewhere(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     return {part: where for part, where in known.items() if not (checkpoint.path / part).exists()}
 
 
+def place_of(where: Mapping[str, str]) -> str:
+    """The place of a part, in words: the URL of its store, or a node with a folder."""
+    folder = where["folder"]
+    return folder if places.is_url(folder) else f"{where['node']}:{folder}"
+
+
 def refuse_elsewhere(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError where parts are in other stores, for whoever fetches nothing."""
     if away := elsewhere(checkpoint):
-        found = ", ".join(f"{part} in {x['node']}:{x['folder']}" for part, x in away.items())
+        found = ", ".join(f"{part} in {place_of(x)}" for part, x in away.items())
         fix = f"bring them together: python -m launch gather {checkpoint.path.parent.parent} --to "
         fix += "FOLDER, and use that folder"
         raise CheckpointError(str(checkpoint.path), "has parts elsewhere", found=found, fix=fix)

@@ -52,7 +52,9 @@ LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 class RunConfig:
     """The folders of a run."""
 
-    dir: Text  # the run folder, which the run makes
+    # The run folder, which the run makes; or s3://BUCKET/NAME or gs://BUCKET/NAME. Each machine
+    # then works in holmesjax/runs in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
+    dir: Text
     rehearse: Flag = False  # whether virtual CPU devices stand for those of the topology
     # The folder of compiled programs, kept from run to run. auto: holmesjax/programs in the user's
     # cache folder ($XDG_CACHE_HOME or ~/.cache). None: programs are not kept.

@@ -349,9 +349,7 @@ def _places(checkpoint: Checkpoint | None, parts: Sequence[str]) -> list[str]:
     """The parts with the places where they were written."""
     known = checkpoint.manifest.get("stores", {}) if checkpoint else {}
     named = [
-        f"{part} (written to {known[part]['node']}:{known[part]['folder']})"
-        if part in known
-        else part
+        f"{part} (written to {manifest.place_of(known[part])})" if part in known else part
         for part in parts[:NAMED]
     ]
     return named + ([f"and {len(parts) - NAMED} more"] if len(parts) > NAMED else [])

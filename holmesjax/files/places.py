@@ -50,6 +50,20 @@ def mistake_in(url: str) -> str:
     return "" if len(words) > 1 else "it names no folder in a bucket"
 
 
+def mistake_in_run_dir(place: str) -> str:
+    """What is wrong with a run folder of another machine; "" for nothing.
+
+    >>> mistake_in_run_dir("/data/run"), mistake_in_run_dir("gs://b/x")
+    ('', '')
+    >>> mistake_in_run_dir("runs/a")
+    'must be a whole path, from / on'
+    """
+    if is_url(place):
+        mistake = mistake_in(place)
+        return mistake and f"is a URL that names no run folder: {mistake}"
+    return "" if place.startswith("/") else "must be a whole path, from / on"
+
+
 def whole_url(place: str | Path) -> str:
     """A URL with both of its slashes, and without one at its end.
 

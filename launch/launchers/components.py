@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
-from holmesjax.files import schema, yaml_files
+from holmesjax.files import places, schema, yaml_files
 from holmesjax.files.yaml_files import Document
 from holmesjax.job import Job
 from holmesjax.plan.processes import Process, make_processes
@@ -102,3 +102,7 @@ def _wrong_clusters(document: Document, file: Any, topology: Topology) -> Iterat
             fix = "write its options in one entry"
             yield document.mistake(keys, "is described twice", found=cluster.name, fix=fix)
         seen.add(cluster.name)
+        place = cluster.run_dir
+        if place and (problem := places.mistake_in_run_dir(place)):
+            fix = "write /scratch/llama, or s3://BUCKET/NAME, say"
+            yield document.mistake(("clusters", i, "run_dir"), problem, found=place, fix=fix)

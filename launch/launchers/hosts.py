@@ -231,15 +231,9 @@ def _reach_makes_sense(document: Document, keys: Keys, reach: ReachEntry) -> Ite
             place = (*keys, "ssh_options", i)
             yield document.mistake(place, "is no option of ssh", found=option, fix=fix)
     yield from wrong_names(document, (*keys, "env"), reach.env)
-    if reach.run_dir and not reach.run_dir.startswith("/"):
-        place = (*keys, "run_dir")
-        problem = "must be a whole path, from / on"
-        if places.is_url(reach.run_dir):
-            mistake = places.mistake_in(reach.run_dir)
-            problem = mistake and f"is a URL that names no run folder: {mistake}"
+    if reach.run_dir and (problem := places.mistake_in_run_dir(reach.run_dir)):
         fix = "write /data/runs/llama, or s3://BUCKET/NAME, say"
-        if problem:
-            yield document.mistake(place, problem, found=reach.run_dir, fix=fix)
+        yield document.mistake((*keys, "run_dir"), problem, found=reach.run_dir, fix=fix)
     if reach.identity_file and not Path(reach.identity_file).expanduser().is_file():
         fix = "name the file of a private key on this machine"
         place = (*keys, "identity_file")

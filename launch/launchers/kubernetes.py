@@ -19,6 +19,7 @@ import yaml
 from holmesjax import config as configs
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError, FatalError, HolmesError
+from holmesjax.files import places
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan.device_pool import DevicePool
@@ -207,7 +208,8 @@ def _workers(
     component: Component,
     memory: Mapping[str, str],
 ) -> Object:
-    pod = merged(options, *(c for c in options.clusters if c.name == component.cluster))
+    clusters = [c for c in options.clusters if c.name == component.cluster]
+    pod, own_dir = merged(options, *clusters), next((c.run_dir for c in clusters), None)
     gpus = {options.gpu: str(component.num_gpus)} if component.num_gpus else {}
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -218,7 +220,7 @@ def _workers(
         "HOLMES_PROCESSES": component.numbers,
     }
     container = {
-        "command": [options.python, "-m", "launch", "worker", _run_dir(job, options)],
+        "command": [options.python, "-m", "launch", "worker", own_dir or _run_dir(job, options)],
         "env": _variables(variables, pod),
         **_resources(pod.requests, {**gpus, **pod.limits}),
     }
@@ -232,6 +234,8 @@ def _workers(
 
 def _run_dir(job: Job, options: KubernetesOptions) -> str:
     """Returns the run folder in the pods."""
+    if places.is_url(job.config.run.dir):
+        return job.config.run.dir
     return f"{options.mount.rstrip('/')}/{job.run_dir.absolute().name}"
 
 

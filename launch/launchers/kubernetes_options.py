@@ -88,6 +88,7 @@ class KubernetesCluster(PodOptions):
     """The options of the pods of a cluster."""
 
     name: Name
+    run_dir: Name | None = None  # in the pods, or a URL; None: below `mount`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from holmesjax.checkpoints import resume
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
+from holmesjax.files import places
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
@@ -31,7 +32,7 @@ from launch.launchers.launcher import (
     own_address,
     parse_listen,
 )
-from launch.launchers.slurm_options import SlurmOptions
+from launch.launchers.slurm_options import SlurmCluster, SlurmOptions
 from launch.launchers.table import LauncherOptions
 
 SCRIPT, OPTIONS = "job.sbatch", "slurm.yaml"
@@ -69,6 +70,10 @@ def write(
       ConfigError: it does not say where the nodes find what is here.
       HolmesError: sbatch is missing or refuses the file, or an error of `resume.find`.
     """
+    if places.is_url(job.config.run.dir):
+        fix = "name a folder of the first node as run.dir, and this URL as run_dir of each cluster"
+        problem = "is a URL, and the launcher in the allocation works in a folder"
+        raise ConfigError("run.dir", problem, found=job.config.run.dir, fix=fix)
     options = slurm_options.read(options_file, job.topology)
     slurm_options.refuse_places_of_here(options, options_file)
     if listen:
@@ -270,7 +275,8 @@ class SlurmLauncher:
         own = {**self._env, **start.env, **more}
         del own["HOLMES_PROCESS"]
         python = self._options.worker_python or sys.executable
-        argv = [*self._srun(component), python, "-m", "launch", *start.command]
+        command = start.command_in(next((c.run_dir for c in self._own(component)), None))
+        argv = [*self._srun(component), python, "-m", "launch", *command]
         self._children.start(process.number, argv, own, _Tasks(component, events))
 
     def _srun(self, component: Component) -> list[str]:
@@ -289,13 +295,12 @@ class SlurmLauncher:
             "--label",
             "--kill-on-bad-exit=0",  # the supervisor ends them, when it has heard why
             *self._options.srun,
-            *(
-                option
-                for c in self._options.clusters
-                if c.name == component.cluster
-                for option in c.srun
-            ),
+            *(option for c in self._own(component) for option in c.srun),
         ]
+
+    def _own(self, component: Component) -> list[SlurmCluster]:
+        """The options of a component's cluster."""
+        return [c for c in self._options.clusters if c.name == component.cluster]
 
     def end(self) -> None:
         # On SIGQUIT srun kills its tasks at once.

@@ -27,6 +27,7 @@ class SlurmCluster:
     name: Name
     sbatch: tuple[Name, ...] = ()  # "--partition=hopper"
     srun: tuple[Name, ...] = ()  # "--container-image=/images/hopper.sqsh"
+    run_dir: Name | None = None  # on its nodes, or a URL; None: where the launcher has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

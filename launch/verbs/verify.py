@@ -10,6 +10,7 @@ from holmesjax import job as jobs, units
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import CheckpointError
+from holmesjax.files import places
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +48,10 @@ def _verify(checkpoint: Checkpoint) -> None:
     step, files = checkpoint.step, checkpoint.manifest["files"]
     for part in dict.fromkeys(map(manifest.part_of, files)):
         if part in away:
-            where = f"{away[part]['node']}:{away[part]['folder']}"
-            print(f"step {step}  {part}: not here; verify it in {where}")
+            where, how = manifest.place_of(away[part]), "verify it there"
+            if places.is_url(where):
+                how = "launch gather brings it to a folder, where it is verified"
+            print(f"step {step}  {part}: not here, in {where}; {how}")
             continue
         arrays.verify_arrays(checkpoint, part)
         sizes = [x["bytes"] for file, x in files.items() if manifest.part_of(file) == part]

@@ -47,6 +47,7 @@ mounts: [{path: /data, claim: datasets}]
 launcher: {requests: {cpu: 2, memory: 8Gi}, limits: {memory: 16Gi}, node_selector: {pool: cpu}}
 clusters:
   - name: hopper
+    run_dir: s3://runs/hopper
     node_selector: {pool: hopper, zone: two}
     tolerations: [{operator: Exists}]
     annotations: {k8s.v1.cni.cncf.io/networks: "rdma-0,rdma-1"}
@@ -189,6 +190,8 @@ def test_every_option_has_its_place_in_the_pods(tmp_path, capsys, monkeypatch):
     )
     assert "hostNetwork" not in pod_of(hopper)
     assert pod_of(ampere)["nodeSelector"] == {"zone": "one"}
+    folders = [pod_of(entry)["containers"][0]["command"][-1] for entry in (hopper, ampere)]
+    assert folders == ["s3://runs/hopper", "/runs/run"]
     assert "/scratch" not in mounts_of(ampere)
 
 
@@ -202,6 +205,15 @@ def test_no_place_of_this_machine_is_in_the_manifest(tmp_path, capsys):
     assert sys.executable not in text
     settings = yaml.safe_load(objects[0]["data"]["config.yaml"])
     assert settings["run"]["dir"] == "/runs/run"
+
+
+def test_a_run_in_a_store_needs_no_volume_for_its_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = gpu_job(tmp_path, "run.dir=s3://runs/a")
+    objects, _ = write(tmp_path, job, capsys, text=EVERYTHING)
+    assert yaml.safe_load(objects[0]["data"]["config.yaml"])["run"]["dir"] == "s3://runs/a"
+    command = pod_of(replicated(objects[1])["ampere"])["containers"][0]["command"]
+    assert command[-2:] == ["worker", "s3://runs/a"]
 
 
 def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, capsys, monkeypatch):
@@ -360,6 +372,7 @@ HOPPER = f"{TOP}clusters:\n  - name: hopper\n    "
         (TOP + "launcher: {requests: {memory: 64 GiB}}", 3, "is no amount of a resource"),
         (TOP + "clusters: [{name: hoper}]", 3, "did you mean 'hopper'?"),
         (HOPPER + "limits: {nvidia.com/gpu: 4}", 5, "the plan says how many"),
+        (HOPPER + "run_dir: runs/a", 5, "must be a whole path"),
         (
             HOPPER + "requests: {cpu: 2}\n    limits: {cpu: 1500m}",
             5,

@@ -20,14 +20,16 @@ import yaml
 
 from holmesjax import job as jobs
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
-from holmesjax.errors import HolmesError
+from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hosts import nics
 from holmesjax.hosts.process_environment import ProcessEnvironment
+from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
 from holmesjax.topology import loading
 from holmesjax.transport import connections
 from launch.launchers import slurm, slurm_options
 from launch.launchers.components import make_components
+from launch.launchers.launcher import ProcessStart
 from launch.launchers.slurm_options import SlurmOptions
 from tests.jobs import ROOT, RunningJob, write_run
 from tests.launch.gpu_jobs import CLUSTERS, GPUS, gpu_job
@@ -264,6 +266,24 @@ def script_of(tmp_path, *settings):
     return slurm.script(job, options, listen=None, max_restarts=2)
 
 
+def test_a_cluster_has_its_own_run_folder(tmp_path, monkeypatch):
+    (tmp_path / "options.yaml").write_text("clusters: [{name: ampere, run_dir: s3://b/x}]")
+    job, started = gpu_job(tmp_path), []
+    options = slurm_options.read(tmp_path / "options.yaml", job.topology)
+    monkeypatch.setattr(slurm.SlurmLauncher, "_hosts", lambda self: {})
+    launcher = slurm.SlurmLauncher(job, {}, "127.0.0.1", options)
+    monkeypatch.setattr(launcher._children, "start", lambda n, argv, *_: started.append(argv[-1]))
+    for process in make_processes(job.plan, job.topology, job.config.distributed.processes):
+        env = {"HOLMES_PROCESS": str(process.number)}
+        command = ["worker", "/shared/run"]
+        start = ProcessStart(process=process, command=command, env=env, run_dir="/shared/run")
+        launcher.start(start, queue.SimpleQueue())
+    assert started == ["/shared/run", "s3://b/x"]
+    job = gpu_job(tmp_path, "run.dir=s3://b/x")
+    with pytest.raises(ConfigError, match="in the allocation works in a folder"):
+        slurm.write(job, None, listen=None, max_restarts=None, submit=False)
+
+
 def test_the_file_has_a_component_for_each_cluster(tmp_path):
     text = script_of(tmp_path)
     first, second = text.split("#SBATCH hetjob\n")
@@ -364,6 +384,7 @@ def test_a_machine_that_shares_no_folder_with_the_nodes_says_theirs(
         ("srun: [--label]", "srun[0]: is set by the launcher"),
         ("clusters: [{name: hopper, srun: [--export=A=1]}]", "clusters[0].srun[0]: is set"),
         ("clusters: [{name: hopper, sran: []}]", "did you mean 'srun'?"),
+        ("clusters: [{name: hopper, run_dir: a}]", "clusters[0].run_dir: must be a whole path"),
         ("container: x", "container: no such setting"),
         ("folder: shared", "must be a path from the root"),
         ("tine: 1", "did you mean 'time'?"),
