@@ -33,7 +33,7 @@ def is_url(place: str | Path) -> bool:
 
 
 def mistake_in(url: str) -> str:
-    """What is wrong with the URL of a run folder; "" for nothing.
+    """The mistake in the URL of a run folder; "" for none.
 
     >>> mistake_in("s3://bucket/runs/a"), mistake_in("ftp://host/a")
     ('', 'its store is ftp')
@@ -51,7 +51,7 @@ def mistake_in(url: str) -> str:
 
 
 def mistake_in_run_dir(place: str) -> str:
-    """What is wrong with a run folder of another machine; "" for nothing.
+    """The mistake in the name of another machine's run folder; "" for none.
 
     >>> mistake_in_run_dir("/data/run"), mistake_in_run_dir("gs://b/x")
     ('', '')
