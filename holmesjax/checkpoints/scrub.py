@@ -36,6 +36,7 @@ class Scrub:
         self._run_dir, self._mb_per_s, self._say = run_dir, mb_per_s, say
         self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._damaged: queue.SimpleQueue[int] = queue.SimpleQueue()  # steps that no record has yet
+        self._all: dict[int, None] = {}  # steps, in the order in which they were found
         self._is_closed = False
         self._thread = threading.Thread(target=self._read_all, name="scrub", daemon=True)
 
@@ -62,7 +63,12 @@ class Scrub:
 
     def found(self, step: int) -> None:
         """The checkpoint after a step is damaged, here or in another store."""
+        self._all[step] = None
         self._damaged.put(step)
+
+    def all_damaged(self) -> list[int]:
+        """The steps of all that was found damaged; each may have been told before."""
+        return list(self._all)
 
     def step(self) -> dict[str, int]:
         """Additions to the record of a step: what was found since the last."""
@@ -86,9 +92,12 @@ class Scrub:
         away = manifest.elsewhere(checkpoint)
         here = [part for part in parts if part not in away]
         try:
-            done = second_reading.read_again(
-                checkpoint, here, mb_per_s=self._mb_per_s, pause=self._pause
-            )
+            for _ in range(2):  # what a disk cannot give for a moment is no damage
+                done = second_reading.read_again(
+                    checkpoint, here, mb_per_s=self._mb_per_s, pause=self._pause
+                )
+                if done.status != second_reading.DAMAGED:
+                    break
         except StoppedError:
             return
         except OSError as error:

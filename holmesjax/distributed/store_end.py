@@ -145,7 +145,7 @@ class OwnStore:
                     lacking = stores.keep(self.folder, steps, last, dropped)
                     if self.mirror:
                         self.mirror.follow(self.folder, last)
-                    answer = KeptSteps(lacking=lacking, damaged=list(self._scrub.step().values()))
+                    answer = KeptSteps(lacking=lacking, damaged=self._scrub.all_damaged())
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
                     answer = Put()

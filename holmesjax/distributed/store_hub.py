@@ -100,6 +100,7 @@ class StoreHub:
         self._stores: list[_Store] = []
         self._changed = threading.Lock()
         self._home: set[str] = set()  # parts of the checkpoint that is resumed
+        self._damaged: set[tuple[str, int]] = set()  # stores, with the steps that they have told
         self._in_stores: set[str] = set()  # its parts that object stores have
         self._mirrors: dict[str, Mirror] = {}  # those that were read, by URL
         self._checkpoint: Checkpoint | None = None
@@ -289,7 +290,9 @@ class StoreHub:
                 answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
                 assert isinstance(answer, KeptSteps), answer
                 for step in answer.damaged:
-                    self.on_damage(step)
+                    if (store.call.id, step) not in self._damaged:  # it may be told again
+                        self._damaged.add((store.call.id, step))
+                        self.on_damage(step)
                 for step in sorted({*answer.lacking, *resumed}):
                     path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
                     text = regular_files.read_text(path)

@@ -7,6 +7,7 @@ import pytest
 
 from holmesjax.checkpoints import manifest, second_reading
 from holmesjax.checkpoints.scrub import FIELD, Scrub
+from holmesjax.liveness.helper_process import Ended
 from tests.written_checkpoints import flip_a_byte, write
 
 
@@ -34,6 +35,18 @@ def test_a_byte_that_the_disk_has_lost_is_told_and_recorded_once(checkpoint, tmp
     assert line.startswith("ALARM: the checkpoint after step 10 is damaged")
     assert "is damaged: " in line
     assert manifest.find(tmp_path)  # a start decides, and reads it twice
+
+
+def test_a_read_error_that_passes_is_no_alarm(checkpoint, tmp_path, monkeypatch):
+    answers = [second_reading.DAMAGED, 0, second_reading.DAMAGED, second_reading.DAMAGED]
+    ended = lambda *_, **__: Ended(answers.pop(0), "x")
+    monkeypatch.setattr(second_reading, "read_again", ended)
+    said = []
+    scrub = Scrub(tmp_path, 1.0, said.append)
+    scrub._read(checkpoint.step)
+    assert (said, scrub.all_damaged()) == ([], [])
+    scrub._read(checkpoint.step)
+    assert scrub.all_damaged() == [checkpoint.step]
 
 
 def test_a_whole_checkpoint_is_read_as_fast_as_it_may_be_and_not_faster(checkpoint, monkeypatch):

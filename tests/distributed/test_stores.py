@@ -18,7 +18,7 @@ from holmesjax.distributed import store_end, store_messages, worker
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.store_end import NOBODY, OwnStore
 from holmesjax.distributed.store_hub import StoreHub
-from holmesjax.distributed.store_messages import AskPiece, FilePiece
+from holmesjax.distributed.store_messages import AskPiece, FilePiece, Keep
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError, LostLeaseError, PeerError
 from holmesjax.transport.connections import KEY_BYTES
 from holmesjax.transport.records import encode
@@ -266,8 +266,11 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
         store, damaged = join(far, 1), []
         hub.on_damage = damaged.append
         store.scrub(None).found(4)
-        hub.committed(6)
-        hub.settle()
+        lost = SimpleNamespace(send=lambda data: None)  # an answer that never comes
+        store._answer(lost, Keep(steps=[4, 6], last=6, dropped=[]))
+        for _ in range(2):
+            hub.committed(6)
+            hub.settle()
     assert damaged == [4]
     # 2 is superseded, 8 is being written; 4 and 6 have got their manifests.
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
