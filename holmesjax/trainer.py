@@ -36,7 +36,7 @@ from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.checkpoints.scrub import Scrub
-from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError
+from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError, of_system
 from holmesjax.files import places
 from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
@@ -465,7 +465,10 @@ class Trainer:
         copy = mirror.of(self.run_dir, say)
         if copy:
             stack.callback(copy.close)
-            copy.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
+            try:
+                copy.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
+            except OSError as error:
+                raise of_system(error) from None
         return copy
 
     def _fetch(self, checkpoint: Checkpoint | None) -> None:

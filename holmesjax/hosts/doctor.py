@@ -39,7 +39,12 @@ class Finding:
 
 
 def findings(
-    topology: Topology, facts: Mapping[str, NodeFacts], *, is_rehearsal: bool, needed_bytes: float
+    topology: Topology,
+    facts: Mapping[str, NodeFacts],
+    *,
+    is_rehearsal: bool,
+    needed_bytes: float,
+    url: str | None = None,
 ) -> list[Finding]:
     """Checks the facts of all nodes together.
 
@@ -48,6 +53,7 @@ def findings(
       facts: of the nodes that answered. `now_s` is how far ahead of this machine the clock is.
       is_rehearsal: this machine, or a lab, stands for all nodes: devices and NICs do not count.
       needed_bytes: that the run folder must have room for.
+      url: of the run folder in an object store; each node then works in a folder of its own.
     """
     found = [
         _host_names(topology, facts),
@@ -57,7 +63,7 @@ def findings(
         _windows(topology, facts),
         _mtus(topology, facts),
         _twins(facts),
-        _run_folder(facts, needed_bytes),
+        _run_folder(facts, needed_bytes, url),
     ]
     if is_rehearsal:
         text = "not counted: this machine, or a lab, stands for all nodes"
@@ -186,18 +192,19 @@ def _twins(facts: Mapping[str, NodeFacts]) -> Finding:
     )
 
 
-def _run_folder(facts: Mapping[str, NodeFacts], needed_bytes: float) -> Finding:
+def _run_folder(facts: Mapping[str, NodeFacts], needed_bytes: float, url: str | None) -> Finding:
     bad, needed = {}, units.show(needed_bytes, "B")
     for node, fact in facts.items():
         folder = fact.folder
         if folder.problem is not None:
             bad[node] = f"cannot write there ({folder.problem})"
-        elif not folder.is_shared:
+        elif not folder.is_shared and url is None:
             bad[node] = "another folder than here"
         elif folder.free_bytes < needed_bytes:
             bad[node] = f"{units.show(folder.free_bytes, 'B')} free, {needed} needed"
     fix = "put run.dir on a file system that all nodes share and may write to, with enough room"
-    good = f"shared, writable, room for the {needed} of its checkpoints"
+    how = f"on each node, for {url}" if url else "shared"
+    good = f"{how}, writable, room for the {needed} of its checkpoints"
     return _judge("run folder", bad, level="problem", good=good, fix=fix)
 
 

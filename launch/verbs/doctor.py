@@ -16,6 +16,7 @@ from typing import TypeVar
 from holmesjax.config import Config, update_rules
 from holmesjax.costs import optimizer_state
 from holmesjax.errors import ConfigError
+from holmesjax.files import places
 from holmesjax.hosts import doctor, kernel_check
 from holmesjax.hosts.agent_messages import (
     Bind,
@@ -104,6 +105,7 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
         facts,
         is_rehearsal=is_rehearsal,
         needed_bytes=checkpoint_bytes(job.config) * job.config.checkpoint.most_on_disk(run_s),
+        url=job.config.run.dir if places.is_url(job.config.run.dir) else None,
     )
     if has_gpus:
         is_cut = any(stage.mesh.get(Axis.CONTEXT, 1) > 1 for stage in job.plan.stages)

@@ -64,7 +64,7 @@ def _stores(job: Job, found: Checkpoint, args: argparse.Namespace) -> Iterator[R
         return
     kind = table.LAUNCHERS[args.launcher or "local"]
     launcher = table.make(kind, job.topology, args)
-    names = {where["node"] for where in away.values()}
+    names = {where["node"] for where in away.values() if not places.is_url(where["folder"])}
     nodes = [process for process in node_processes(job.topology) if process.node in names]
     key_file = job.run_dir / f"gather_{os.getpid()}.key"
     wait_s = PASSIVE_WAIT_S if kind.is_passive else WAIT_S

@@ -82,8 +82,10 @@ def facts():
     }
 
 
-def judge(topology, facts, *, is_rehearsal=False):
-    return doctor.findings(topology, facts, is_rehearsal=is_rehearsal, needed_bytes=10 * GIB)
+def judge(topology, facts, **more):
+    return doctor.findings(
+        topology, facts, **{"is_rehearsal": False, "needed_bytes": 10 * GIB, **more}
+    )
 
 
 def test_nothing_is_wrong_with_good_nodes(topology, facts):
@@ -102,6 +104,13 @@ def test_nothing_is_wrong_with_good_nodes(topology, facts):
         "GPUs",
         "NICs",
     ]
+
+
+def test_a_run_folder_in_a_store_is_not_shared(topology, facts):
+    apart = change("b-0", folder=FolderFacts(is_shared=False, free_bytes=100 * GIB))(facts)
+    found = {finding.what: finding for finding in judge(topology, apart, url="s3://b/x")}
+    assert found["run folder"].level == "ok"
+    assert found["run folder"].text.startswith("on each node, for s3://b/x, writable")
 
 
 def change(node, **to):
