@@ -65,10 +65,10 @@ def _bring_runs(*found: argparse.Namespace | None) -> None:
     say = functools.partial(print, flush=True, file=sys.stderr)
     for args in found:
         for name in ("to", "out", "output"):
-            place = str(getattr(args, name, None))
-            if places.is_url(place) and args and args.verb != "gather":
+            target = str(getattr(args, name, None))
+            if places.is_url(target) and args and args.verb != "gather":
                 fix = "name a place here; `launch gather RUN --to URL` writes a run into a store"
-                raise ConfigError(f"--{name}", "is a URL, and no place here", found=place, fix=fix)
+                raise ConfigError(f"--{name}", "is a URL, and no place here", found=target, fix=fix)
         for name in ("target", "run_dir"):
             place = getattr(args, name, None)
             if place and places.is_url(place) and args and args.verb not in ("worker", "store"):

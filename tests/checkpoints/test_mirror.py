@@ -136,6 +136,7 @@ def test_the_last_that_wrote_says_what_the_run_is(machine):
     run_folder, url = machine
     first = run_folder("a")
     old = start(first, url)
+    (first / "skipped.json").write_text("before the save")
     save(first, old, 1)
     (first / "skipped.json").write_text("since the save")
     start(first, url, epoch=2)  # its own folder is newer than the store
