@@ -79,9 +79,14 @@ class StagePlan:
         return tuple(itertools.chain(*self.chunks))
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of its Transformer layers."""
+        return tuple(layer for layer in self.layers if layer not in (EMBED, HEAD))
+
+    @property
     def num_blocks(self) -> int:
-        """Transformer layers of the stage."""
-        return sum(layer not in (EMBED, HEAD) for layer in self.layers)
+        """The number of its Transformer layers."""
+        return len(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +127,9 @@ class Plan:
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
     queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
+    # The first layers of each stage that `activation_checkpointing` is for; the others compute
+    # nothing again. Empty: it is for all layers.
+    recomputed_layers: tuple[int, ...] = ()
     exception: str = ""  # which stages lie in several clusters, and why, where any do
     islands: tuple["Plan", ...] = ()  # the plan of each island; none: the plan is one pipeline
     meeting: MeetingCost | None = None  # of the islands
@@ -141,6 +149,16 @@ class Plan:
         """The virtual stages in model order: the stage that holds each, and its layers."""
         stages = list(enumerate(self.stages))
         return tuple((s, stage.chunks[c]) for c in range(self.num_chunks) for s, stage in stages)
+
+    def policy_of(self, layer: str) -> str:
+        """The activation checkpointing of a layer, by its name; none at the ends of the model."""
+        if layer in (EMBED, HEAD):
+            return "none"
+        if not self.recomputed_layers:
+            return self.activation_checkpointing
+        numbers = zip(self.stages, self.recomputed_layers, strict=True)
+        is_first = any(layer in stage.blocks[:number] for stage, number in numbers)
+        return self.activation_checkpointing if is_first else "none"
 
     @property
     def order(self) -> TaskOrder:
@@ -246,7 +264,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     values["islands"] = [_without_empty(island) for island in values["islands"]]
-    for name in ("pipes", "queues", "idle_because", "islands", "meeting"):
+    for name in ("pipes", "queues", "idle_because", "recomputed_layers", "islands", "meeting"):
         if not values[name]:
             del values[name]  # so a plan without any has the hash that it always had
     for stage in values["stages"]:
@@ -294,6 +312,7 @@ def _refuse_contradictions(plan: Plan, where: str) -> None:
     _refuse_impossible_schedule(plan, where)
     _refuse_missing_seconds(plan, where)
     _refuse_impossible_queues(plan, where)
+    _refuse_impossible_recomputation(plan, where)
     layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
     if layers != layer_names(len(layers) - 2):
         raise _damaged(where, "the stages must hold every layer once, in model order", layers)
@@ -311,6 +330,16 @@ def _refuse_impossible_queues(plan: Plan, where: str) -> None:
             raise _damaged(where, f"queues.{i} must be between two stages of the plan", queue)
         if not min(queue.hold_s, queue.latency_s) >= 0:
             raise _damaged(where, f"queues.{i}: its seconds must not be negative", queue)
+
+
+def _refuse_impossible_recomputation(plan: Plan, where: str) -> None:
+    numbers, layers = plan.recomputed_layers, [stage.num_blocks for stage in plan.stages]
+    if numbers and (
+        len(numbers) != len(layers)
+        or not all(0 <= number <= most for number, most in zip(numbers, layers, strict=True))
+    ):
+        problem = f"recomputed_layers must have a number for each stage, at most {layers}"
+        raise _damaged(where, problem, numbers)
 
 
 def _refuse_missing_seconds(plan: Plan, where: str) -> None:
