@@ -150,29 +150,31 @@ def runner(row: Row, plan: Plan, *, ramps: bool = False):
     return make_runner(plan, row.made_chunks, ramps=True) if ramps else WholeStep(programs)
 
 
-# In the order of the fields of `Row`; "-" is the default.
+# In the order of the fields of `Row`; "-" is the default, and "interleaved" is interleaved_1f1b.
 TABLE = """
-2     -     2     -     2     -                - - full 1     chunked -        1e6 llama True -    -
-2     2     -     2     2     -                - - dots 1     -       bfloat16 0.1 -     -    -    -
-1     -     -     4     -     -                - 3 -    -     -       int8     -   -     -    True 1,3,2
-1,1   2     1,2   -     -     -                - - dots 0,1   chunked -        -   llama -    True -
-1,2   1,2   2     -     -     -                - 3 -    -     chunked bfloat16 0.1 -     True True -
-1,1   -     -     2     2     -                - - full -     -       int8     1e6 llama -    -    -
-1,1,1 1,2,1 1,2,1 2,1,1 1,1,2 -                - - full 1,0,1 -       -        0.1 -     -    True -
-1,1,1 2     -     -     -     -                - 4 -    -     -       bfloat16 1e6 llama True -    1,4,2
-1,1,1 -     2     2,1,1 -     -                - - dots -     chunked int8     -   -     True -    -
-2,2   -     2     2,1   1,2   interleaved_1f1b 2 4 -    -     chunked -        0.1 llama -    -    -
-2,2   2     -     -     -     interleaved_1f1b 2 4 full -     chunked bfloat16 -   -     -    True -
-2,2   4,1   1,2   -     -     interleaved_1f1b 2 4 dots 1,1   -       int8     1e6 -     True -    -
-1,1   1,2   -     2     2,1   zero_bubble      - - -    -     -       -        -   llama -    True -
-1,1   -     1,2   -     -     zero_bubble      - - -    -     chunked bfloat16 1e6 -     -    True -
-2,1   2     2     -     -     zero_bubble      - 3 -    -     -       int8     0.1 -     True -    2,1,3
+2     -     2     -     2     -           - - full 1     chunked -        1e6 llama True -    -
+2     2     -     2     2     -           - - dots 1     -       bfloat16 0.1 -     -    -    -
+1     -     -     4     -     -           - 3 -    -     -       int8     -   -     -    True 1,3,2
+1,1   2     1,2   -     -     -           - - dots 0,1   chunked -        -   llama -    True -
+1,2   1,2   2     -     -     -           - 3 -    -     chunked bfloat16 0.1 -     True True -
+1,1   -     -     2     2     -           - - full -     -       int8     1e6 llama -    -    -
+1,1,1 1,2,1 1,2,1 2,1,1 1,1,2 -           - - full 1,0,1 -       -        0.1 -     -    True -
+1,1,1 2     -     -     -     -           - 4 -    -     -       bfloat16 1e6 llama True -    1,4,2
+1,1,1 -     2     2,1,1 -     -           - - dots -     chunked int8     -   -     True -    -
+2,2   -     2     2,1   1,2   interleaved 2 4 -    -     chunked -        0.1 llama -    -    -
+2,2   2     -     -     -     interleaved 2 4 full -     chunked bfloat16 -   -     -    True -
+2,2   4,1   1,2   -     -     interleaved 2 4 dots 1,1   -       int8     1e6 -     True -    -
+1,1   1,2   -     2     2,1   zero_bubble - - -    -     -       -        -   llama -    True -
+1,1   -     1,2   -     -     zero_bubble - - -    -     chunked bfloat16 1e6 -     -    True -
+2,1   2     2     -     -     zero_bubble - 3 -    -     -       int8     0.1 -     True -    2,1,3
 """
 
 
 def _value(name: str, cell: str):
     if name in ("split", "recomputed") or "," in cell:
         return tuple(map(int, cell.split(",")))
+    if cell == "interleaved":
+        return "interleaved_1f1b"
     try:
         return ast.literal_eval(cell)
     except ValueError:
