@@ -16,6 +16,7 @@ from holmesjax.config.allowed_values import (
     STRICT,
     Count,
     Flag,
+    Natural,
     NonNegative,
     Positive,
     Rate,
@@ -46,6 +47,7 @@ Islands = Annotated[
     tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)
 ]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
+SomeLayersPerStage = Annotated[tuple[Natural, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -112,6 +114,9 @@ class ParallelConfig:
     # The part of a forward that its backward computes again. none: nothing. dots: all but matrix
     # products. full: all.
     activation_checkpointing: Checkpointing | None = None
+    # The first k layers of each stage that activation_checkpointing is for; the others compute
+    # nothing again. None: all where activation_checkpointing is set; else as few as memory allows.
+    recomputed_layers: SomeLayersPerStage | None = None
     # What clusters do together. pipeline: one replica of the model, or several, that meet in every
     # step. local_updates: islands, which train replicas on their own and meet every few steps.
     across: Literal["pipeline", "local_updates"] = "pipeline"

@@ -119,7 +119,8 @@ class Plan:
     activation_checkpointing: str
     boundary_bytes: float  # per microbatch and direction, from one stage to the next
     step_time_s: float  # predicted
-    bound_s: float  # that no plan's predicted step takes less than
+    # No plan's predicted step takes less, of plans in which all layers compute again, or none.
+    bound_s: float
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
     idle_because: dict[str, str] = field(default_factory=dict)  # cluster that is idle -> why
@@ -127,7 +128,7 @@ class Plan:
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
     queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
-    # The first layers of each stage that `activation_checkpointing` is for; the others compute
+    # The first k layers of each stage that `activation_checkpointing` is for; the others compute
     # nothing again. Empty: it is for all layers.
     recomputed_layers: tuple[int, ...] = ()
     exception: str = ""  # which stages lie in several clusters, and why, where any do
@@ -424,6 +425,14 @@ def describe(
         if len(plan.in_flight) > DEPTHS_SHOWN:
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
+    if plan.recomputed_layers:
+        numbers = ", ".join(map(str, plan.recomputed_layers))
+        if len(plan.recomputed_layers) > DEPTHS_SHOWN:
+            numbers = f"{min(plan.recomputed_layers)} to {max(plan.recomputed_layers)}"
+        lines.append(
+            f"            layers that compute again ({plan.activation_checkpointing}), the first "
+            f"of each stage: {numbers}"
+        )
     if plan.pipes:
         queued = {queue.pipe for queue in plan.queues}
         waits = lambda name: ", where boundaries wait for each other," * (name in queued)
@@ -478,6 +487,8 @@ def _tensor_over_network(plan: Plan) -> list[str]:
 def _proof(plan: Plan, is_pinned: bool) -> str:
     """The bound on plans that could be faster."""
     gap, which = 1.0 - plan.bound_s / plan.step_time_s, "no plan"
+    if plan.recomputed_layers:
+        which += " whose layers all compute again, or none,"
     if is_pinned:
         which += " with the pinned settings"
     if gap <= 0.0:

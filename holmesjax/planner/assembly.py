@@ -52,8 +52,8 @@ def as_plan(
     for i, (slot, role) in enumerate(zip(assignment.slots, roles(num_stages), strict=True)):
         nodes, placement = problem.nodes(slot), problem.placement(slot, settings)
         in_flight = problem.in_flight(order, i, assignment.layers[i])
-        blocks = add(chunk_blocks(problem, candidate, i))
-        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight)
+        blocks, again = stage_layers(problem, candidate, i)
+        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight, again)
         items = memory.stage_memory_bytes(config.model, shape)
         sent_s = settings.microbatches * sends_s[i] + tables_s[i]
         stages.append(
@@ -89,6 +89,7 @@ def as_plan(
         shares=_shares(problem, candidate, parts),
         pipes=_pipe_shares(problem, candidate),
         queues=tuple(problem.queues(assignment, settings, order.chunks)),
+        recomputed_layers=assignment.recomputed,
         exception=_exception(problem, stages),
     )
 
@@ -119,18 +120,23 @@ def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     }
 
 
-def chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Counts]:
-    """The Transformer layers of each chunk of one stage, of each kind."""
-    found = problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)
-    return list(found[stage])
+def stage_layers(
+    problem: Problem, candidate: Candidate, stage: int
+) -> tuple[Counts, Counts | None]:
+    """The Transformer layers of one stage, of each kind; and those that compute again.
+
+    None: the checkpointing is for all.
+    """
+    own, again = problem.layer_counts(candidate.assignment, candidate.order.chunks)[stage]
+    return add(own), None if again is None else add(again)
 
 
 def stage_seconds(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
     assignment, settings = candidate.assignment, candidate.settings
     slot, role = assignment.slots[stage], roles(len(assignment.layers))[stage]
     pool, placement = problem.pools[slot.pool], problem.placement(slot, settings)
-    blocks = add(chunk_blocks(problem, candidate, stage))
-    return problem.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
+    layers = stage_layers(problem, candidate, stage)
+    return problem.stage_costs.times(pool, placement, slot.mesh, settings, role, *layers)
 
 
 def _task_seconds(
@@ -140,9 +146,11 @@ def _task_seconds(
     assignment, settings, order = candidate.assignment, candidate.settings, candidate.order
     slot, is_split = assignment.slots[stage], order.splits_backward
     own_roles = chunk_roles(roles(len(assignment.layers))[stage], order.chunks)
+    blocks, again = problem.layer_counts(assignment, order.chunks)[stage]
+    own = zip(own_roles, blocks, again or [None] * order.chunks, strict=True)
     chunks = [
-        problem.seconds(slot, settings, role, blocks, is_split)
-        for role, blocks in zip(own_roles, chunk_blocks(problem, candidate, stage), strict=True)
+        problem.seconds(slot, settings, role, layers, is_split, first)
+        for role, layers, first in own
     ]
     whole = _whole(problem, candidate, stage)
     return TaskSeconds(
@@ -160,8 +168,9 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
     """Seconds of one stage with all its chunks."""
     assignment, is_split = candidate.assignment, candidate.order.splits_backward
     role = roles(len(assignment.layers))[stage]
-    blocks = add(chunk_blocks(problem, candidate, stage))
-    return problem.seconds(assignment.slots[stage], candidate.settings, role, blocks, is_split)
+    blocks, again = stage_layers(problem, candidate, stage)
+    slot = assignment.slots[stage]
+    return problem.seconds(slot, candidate.settings, role, blocks, is_split, again)
 
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:

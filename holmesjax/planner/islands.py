@@ -64,6 +64,7 @@ def plan_islands(
         step_dollars={},
         pipes={},
         queues=(),
+        recomputed_layers=(),
         islands=tuple(islands),
         meeting=MeetingCost(every=every, bytes=tuple(map(float, sent)), seconds=seconds),
     )

@@ -27,6 +27,7 @@ NODES_STEPS = (1.0, 1.3, 1.7, 2.5)  # times the nodes that should do, each with 
 MOST_DEVICES = 512  # for which it is tried how many nodes would do
 # Settings that may be left to the planner, the mildest change first.
 FREED = (
+    "recomputed_layers",
     "activation_checkpointing",
     "microbatches",
     "fsdp",
