@@ -204,7 +204,9 @@ class _AssignmentCosts:
         own_roles = chunk_roles(stage.role, len(chunks))
         each = [problem.stage(stage.slot, settings, role) for role in own_roles]
         own = zip(each, chunks, again or [None] * len(chunks), strict=True)
-        task_s = [chunk.seconds(layers, is_split, first)[:3] for chunk, layers, first in own]
+        task_s: list[tuple[float, ...]] = [
+            chunk.seconds(layers, is_split, first)[:3] for chunk, layers, first in own
+        ]
         return _StageRow(once_s, task_s)
 
     def sending(self, assignment: Assignment) -> tuple[np.ndarray, float]:
