@@ -78,6 +78,9 @@ class KernelsConfig:
     # The implementation of the loss. chunked: some logits at a time. auto: chunked for a large
     # vocabulary, where this saves memory.
     cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
+    # MiB of float32 logits that a device computes at a time where the loss is chunked. None: 512,
+    # or 1024 or 2048 where the plan leaves the memory for it.
+    loss_chunk_mib: Count | None = None
     # The implementation of AdamW's step, also of what Muon leaves to AdamW. pallas: a kernel for
     # NVIDIA Hopper GPUs. auto: XLA, until the kernel has been measured as faster on the devices.
     optimizer: Literal["auto", "pallas", "xla"] = "auto"

@@ -17,6 +17,8 @@ from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import Sizes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Float32 logits that a device computes at a time, at least: more tokens are cut into chunks.
+LOGIT_BYTES = 2**29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,7 @@ class StageShape:
     # Format of each array that the optimizer keeps of a parameter (`update_rules`).
     kept: tuple[Kept, ...] = ("float32", "float32")
     # Whether `tensor` cuts sequences between products, where their tokens divide; may be an array.
+    logit_bytes: int = LOGIT_BYTES  # of the float32 logits of a chunk of the loss
     sequence_parallel: Sizes = 0
     # Whether it is a plan's only stage and a step has one microbatch: one program has both passes
     # then, and gradients come where activations were.

@@ -72,6 +72,7 @@ class StagePlan:
     seconds: dict[str, float]
     task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
     sequence_parallel: bool = False  # whether `tensor` cuts sequences between products
+    logit_bytes: int | None = None  # of float32 logits of a chunk of the loss; None: the least
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -271,6 +272,8 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
             del stage["sequence_parallel"]
+        if stage["logit_bytes"] is None:
+            del stage["logit_bytes"]
     return values
 
 
@@ -504,6 +507,8 @@ def _details(stage: StagePlan) -> list[str]:
     largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
     total = show(sum(stage.memory_bytes.values()), "B")
     seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
+    if stage.logit_bytes is not None:
+        largest += f"; the loss has {show(stage.logit_bytes, 'B')} of logits at a time"
     details = {
         "mesh": " x ".join(axes) + cut,
         "memory": f"{total} a device: {largest}",

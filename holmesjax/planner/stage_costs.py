@@ -11,7 +11,7 @@ from holmesjax.config import Config, update_rules
 from holmesjax.costs import collective_times, memory, work
 from holmesjax.costs.attention import asked_of
 from holmesjax.costs.collective_times import Group, Groups
-from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
+from holmesjax.costs.stage_shape import DTYPE_BYTES, LOGIT_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.plan.plan import Axis
@@ -103,6 +103,8 @@ class StageCosts:
     def __init__(self, config: Config):
         self._config = config
         self._attention = asked_of(config)
+        mib = config.kernels.loss_chunk_mib
+        self._logit_bytes = LOGIT_BYTES if mib is None else mib * 2**20
         self.ranges = LayerRanges(config.model)
         self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
@@ -189,6 +191,7 @@ class StageCosts:
         blocks: Counts,
         in_flight: InFlight = ALONE,
         recomputed: Counts | None = None,
+        logit_bytes: int | None = None,
     ) -> StageShape:
         """The shape of one stage, from which its times and its memory follow.
 
@@ -199,6 +202,7 @@ class StageCosts:
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations it holds; only memory depends on it.
           recomputed: the layers that the checkpointing is for, of each kind; None: all.
+          logit_bytes: of a chunk of the loss; None: what the config says, or else the least.
         """
         train, optimizer = self._config.train, self._config.optimizer
         return StageShape(
@@ -217,6 +221,7 @@ class StageCosts:
             param_dtype=train.param_dtype,
             checkpointing=settings.checkpointing,
             recomputed=recomputed,
+            logit_bytes=logit_bytes or self._logit_bytes,
             kept=update_rules.kept(optimizer),
             is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
             attention=self._attention,
