@@ -1,6 +1,7 @@
 """The Transformer layers of a model as a list that stages cut into ranges of consecutive layers.
 
 counts  the number of layers of each kind, in the order of `Kinds.blocks`
+span    a range: its first layer, and the number of its layers
 load    a whole number for each layer, about its share of the model's work; for layers of one kind 1
 
 Ranges with equal counts cost the same, so results are kept by counts.

@@ -3,8 +3,9 @@
 A search looks at plans in which all layers have the same activation checkpointing. Of the best of
 them this module makes plans that compute fewer layers again: in each stage the fewest with which
 memory holds it. Memory falls with the number of such layers, and the seconds of the stage rise, so
-no other number would be better for the same layout. The layers of stages then move, since a stage
-with more memory may now be the faster one.
+no other number would be better for the same layout. (A later kind of layer may need more room for
+what it computes again; then the number may not be the smallest, but the stage fits.) The layers of
+stages then move, since a stage with more memory may now be the faster one.
 """
 
 import bisect
@@ -18,7 +19,7 @@ import numpy as np
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import near_depths, orders_of, schedule_kinds, with_moves
 from holmesjax.planner.layer_ranges import Span, add
-from holmesjax.planner.problem import Assignment, PricedStage, Problem
+from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.planner.step_time import stage_loads, step_seconds
 from holmesjax.planner.trials import ASSIGNMENTS_PER_TASK, Candidate
@@ -33,22 +34,26 @@ EFFORT = 1e5  # simulated tasks for the changes of one plan
 def refined(problem: Problem, found: Iterable[Candidate]) -> list[Candidate]:
     """Plans with only as many layers that compute again as memory asks for; the fastest first.
 
-    A plan is replaced only by a faster one. Where the config says how many layers of each stage
-    compute again, they are those, and plans that do not fit in memory then are left out.
+    One is kept of the same segments and settings, as found or as made of it. Where the config says
+    how many layers of each stage compute again, they are those, and plans that do not fit in memory
+    then are left out.
     """
     by_time = lambda candidate: candidate.step_s
     in_order, parallel = sorted(found, key=by_time), problem.config.parallel
     if parallel.recomputed_layers is None and parallel.activation_checkpointing is not None:
         return in_order
     if parallel.recomputed_layers is not None:
-        again, rest = in_order, []
+        again, as_found = in_order, []
     else:
         again = [own for own in in_order if own.settings.checkpointing != "none"][:NUM_REFINED]
-        rest = [own for own in in_order if own not in again]
+        as_found = in_order  # so that no plan gets slower
     fewer = sorted((with_fewest(problem, own, [own.assignment]) for own in again), key=by_time)
     fewer[:NUM_CHANGED] = [_changed(problem, own) for own in fewer[:NUM_CHANGED]]
     fits = [_in_plain_words(problem, own) for own in fewer if math.isfinite(own.step_s)]
-    return sorted([*fits, *rest], key=by_time)
+    best: dict[tuple[frozenset[Segment], StepSettings], Candidate] = {}
+    for own in sorted([*fits, *as_found], key=by_time):
+        best.setdefault((frozenset(own.assignment.segments), own.settings), own)
+    return list(best.values())
 
 
 def with_fewest(
