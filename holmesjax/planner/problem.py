@@ -326,7 +326,12 @@ class Problem:
         blocks: Counts,
         recomputed: Counts | None = None,
     ) -> float:
-        """Seconds that a stage works for a microbatch, forward and backward."""
+        """Seconds that a stage works for a microbatch, forward and backward.
+
+        Args:
+          slot, settings, role: those of `stage`.
+          blocks, recomputed: those of `PricedStage.seconds`.
+        """
         times = self.seconds(slot, settings, role, blocks, False, recomputed)
         return times.forward + times.backward
 
