@@ -1,4 +1,4 @@
-"""What a plan's stages compute with, and again: by the run's own functions."""
+"""The kernels of a plan's stages, by the run's own functions, and the layers that compute again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

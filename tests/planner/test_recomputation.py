@@ -1,4 +1,4 @@
-"""As few layers of each stage compute again as memory asks for, and no plan gets slower by it."""
+"""No more layers of a stage compute again than memory asks for, and no plan gets slower by it."""
 
 import dataclasses
 import itertools
