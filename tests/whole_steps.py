@@ -52,6 +52,7 @@ class Row(NamedTuple):
     chunks: int = 1
     microbatches: int = 1
     checkpointing: str = "none"
+    recomputed: tuple[int, ...] = ()  # the first layers of each stage; empty: all
     cross_entropy: str = "reference"
     moments: str = "float32"
     clip_norm: float | None = None
@@ -105,6 +106,7 @@ class Row(NamedTuple):
             microbatches=self.microbatches,
             checkpointing=self.checkpointing,
             sequence_parallel=True,
+            recomputed=self.recomputed,
         )
 
     @property
@@ -127,7 +129,9 @@ class Row(NamedTuple):
             "tensor": "whole" if self.tensor == 1 else "cut",
             "context": "whole" if self.context == 1 else "cut",
             "microbatches": "one" if self.microbatches == 1 else "several",
-            **{name: str(getattr(self, name)) for name in Row._fields[8:-1]},
+            "checkpointing": self.checkpointing,
+            "computed again": "some layers" if self.recomputed else "all or none",
+            **{name: str(getattr(self, name)) for name in Row._fields[10:-1]},
         }
 
 
@@ -146,29 +150,31 @@ def runner(row: Row, plan: Plan, *, ramps: bool = False):
     return make_runner(plan, row.made_chunks, ramps=True) if ramps else WholeStep(programs)
 
 
-# In the order of the fields of `Row`; "-" is the default.
+# In the order of the fields of `Row`; "-" is the default, and "interleaved" is interleaved_1f1b.
 TABLE = """
-1       -     2     -     2     -                - - full chunked -        1e6 llama True - -
-1       2     -     2     2     -                - - dots -       bfloat16 0.1 -     -    - -
-1       -     -     4     -     -                - 3 -    -       int8     -   -     -    True 1,3,2
-1,1     2     1,2   -     -     -                - - dots chunked -        -   llama -    True -
-1,2     1,2   2     -     -     -                - 3 -    chunked bfloat16 0.1 -     True True -
-1,1     -     -     2     2     -                - - full -       int8     1e6 llama -    - -
-1,1,1   1,2,1 1,2,1 2,1,1 1,1,2 -                - - full -       -        0.1 -     -    True -
-1,1,1   2     -     -     -     -                - 4 -    -       bfloat16 1e6 llama True - 1,4,2
-1,1,1   -     2     2,1,1 -     -                - - dots chunked int8     -   -     True - -
-2,2     -     2     2,1   1,2   interleaved_1f1b 2 4 -    chunked -        0.1 llama -    - -
-2,2     2     -     -     -     interleaved_1f1b 2 4 full chunked bfloat16 -   -     -    True -
-2,2     4,1   1,2   -     -     interleaved_1f1b 2 4 dots -       int8     1e6 -     True - -
-1,1     1,2   -     2     2,1   zero_bubble      - - -    -       -        -   llama -    True -
-1,1     -     1,2   -     -     zero_bubble      - - -    chunked bfloat16 1e6 -     -    True -
-2,1     2     2     -     -     zero_bubble      - 3 -    -       int8     0.1 -     True - 2,1,3
+2     -     2     -     2     -           - - full 1     chunked -        1e6 llama True -    -
+2     2     -     2     2     -           - - dots 1     -       bfloat16 0.1 -     -    -    -
+1     -     -     4     -     -           - 3 -    -     -       int8     -   -     -    True 1,3,2
+1,1   2     1,2   -     -     -           - - dots 0,1   chunked -        -   llama -    True -
+1,2   1,2   2     -     -     -           - 3 -    -     chunked bfloat16 0.1 -     True True -
+1,1   -     -     2     2     -           - - full -     -       int8     1e6 llama -    -    -
+1,1,1 1,2,1 1,2,1 2,1,1 1,1,2 -           - - full 1,0,1 -       -        0.1 -     -    True -
+1,1,1 2     -     -     -     -           - 4 -    -     -       bfloat16 1e6 llama True -    1,4,2
+1,1,1 -     2     2,1,1 -     -           - - dots -     chunked int8     -   -     True -    -
+2,2   -     2     2,1   1,2   interleaved 2 4 -    -     chunked -        0.1 llama -    -    -
+2,2   2     -     -     -     interleaved 2 4 full -     chunked bfloat16 -   -     -    True -
+2,2   4,1   1,2   -     -     interleaved 2 4 dots 1,1   -       int8     1e6 -     True -    -
+1,1   1,2   -     2     2,1   zero_bubble - - -    -     -       -        -   llama -    True -
+1,1   -     1,2   -     -     zero_bubble - - -    -     chunked bfloat16 1e6 -     -    True -
+2,1   2     2     -     -     zero_bubble - 3 -    -     -       int8     0.1 -     True -    2,1,3
 """
 
 
 def _value(name: str, cell: str):
-    if name == "split" or "," in cell:
+    if name in ("split", "recomputed") or "," in cell:
         return tuple(map(int, cell.split(",")))
+    if cell == "interleaved":
+        return "interleaved_1f1b"
     try:
         return ast.literal_eval(cell)
     except ValueError:

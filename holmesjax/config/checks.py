@@ -105,6 +105,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         parallel_checks.stages_of_a_cluster_are_neighbours,
         parallel_checks.every_chunk_has_a_layer,
         parallel_checks.chunks_are_for_interleaving,
+        parallel_checks.recomputed_layers_are_layers,
         parallel_checks.split_backwards_compute_nothing_again,
         island_checks.settings_are_for_islands,
         island_checks.clusters_are_of_one_island,
@@ -134,6 +135,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ),
     ("model", "parallel"): (
         parallel_checks.every_layer_is_placed,
+        parallel_checks.no_more_layers_compute_again,
         parallel_checks.every_stage_has_a_layer,
         *(
             _of_transformers(partial(parallel_checks.tensor_cuts_evenly, name))

@@ -14,7 +14,11 @@ from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, chunked
 
 def one_value_per_stage(parallel: ParallelConfig) -> Iterator[ConfigError]:
     stages = parallel.stages
-    for name, what in (("layers", "numbers"), ("clusters", "names")):
+    for name, what in (
+        ("layers", "numbers"),
+        ("clusters", "names"),
+        ("recomputed_layers", "numbers"),
+    ):
         values = getattr(parallel, name)
         if values is not None and stages is not None and len(values) != stages:
             problem = f"must have one for each of parallel.stages = {stages} stages"
@@ -43,6 +47,16 @@ def every_layer_is_placed(model: ModelConfig, parallel: ParallelConfig) -> Itera
         found = f"{' + '.join(map(str, parallel.layers))} = {sum(parallel.layers)}"
         fix = f"give numbers with sum {model.num_layers}, or leave the key out: the planner chooses"
         yield wrong("parallel.layers", problem, found, fix)
+
+
+def no_more_layers_compute_again(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[ConfigError]:
+    numbers = parallel.recomputed_layers or ()
+    if sum(numbers) > model.num_layers:
+        problem = f"must sum to model.num_layers = {model.num_layers} at most"
+        found = f"{' + '.join(map(str, numbers))} = {sum(numbers)}"
+        yield wrong("parallel.recomputed_layers", problem, found, "give smaller numbers")
 
 
 def every_stage_has_a_layer(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
@@ -79,9 +93,37 @@ def chunks_are_for_interleaving(parallel: ParallelConfig) -> Iterator[ConfigErro
         yield wrong(where, problem, parallel.chunks, fix)
 
 
+def recomputed_layers_are_layers(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    numbers, layers, where = parallel.recomputed_layers, parallel.layers, "recomputed_layers"
+    if numbers is None:
+        return
+    for name in ("layers", "clusters"):
+        others = getattr(parallel, name)
+        if others is not None and len(others) != len(numbers):
+            problem = f"must have one for each of parallel.{name} = {list(others)}"
+            fix = f"give {len(others)} numbers, or leave one of the two out"
+            yield wrong(f"parallel.{where}", problem, list(numbers), fix)
+            return
+    if layers is not None and any(n > most for n, most in zip(numbers, layers, strict=True)):
+        problem = f"must each be at most the number in parallel.layers = {list(layers)}"
+        yield wrong(f"parallel.{where}", problem, list(numbers), "give smaller numbers")
+    if parallel.activation_checkpointing == "none" and any(numbers):
+        problem = "must all be 0 where parallel.activation_checkpointing is none"
+        fix = "set parallel.activation_checkpointing to dots or full, or leave one of the two out"
+        yield wrong(f"parallel.{where}", problem, list(numbers), fix)
+
+
 def split_backwards_compute_nothing_again(parallel: ParallelConfig) -> Iterator[ConfigError]:
     policy, name = parallel.activation_checkpointing, parallel.schedule
-    if name is not None and SCHEDULES[name].splits_backward and policy not in (None, "none"):
+    if name is None or not SCHEDULES[name].splits_backward:
+        return
+    if any(parallel.recomputed_layers or ()):
+        problem = f"must all be 0 for schedule {name}"
+        fix = f"use 0, or set parallel.schedule to {PLAIN}"
+        yield wrong(
+            "parallel.recomputed_layers", problem, list(parallel.recomputed_layers or ()), fix
+        )
+    elif policy not in (None, "none"):
         problem = (
             f"must be none for schedule {name}: "
             "computing layers again would tie the gradients of their weights back to B"

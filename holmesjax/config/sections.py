@@ -16,6 +16,7 @@ from holmesjax.config.allowed_values import (
     STRICT,
     Count,
     Flag,
+    Natural,
     NonNegative,
     Positive,
     Rate,
@@ -46,6 +47,7 @@ Islands = Annotated[
     tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)
 ]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
+SomeLayersPerStage = Annotated[tuple[Natural, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -78,6 +80,9 @@ class KernelsConfig:
     # The implementation of the loss. chunked: some logits at a time. auto: chunked for a large
     # vocabulary, where this saves memory.
     cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
+    # MiB of float32 logits that a device computes at a time where the loss is chunked. None: 512,
+    # or 1024 or 2048 where the plan leaves the memory for it.
+    loss_chunk_mib: Count | None = None
     # The implementation of AdamW's step, also of what Muon leaves to AdamW. pallas: a kernel for
     # NVIDIA Hopper GPUs. auto: XLA, until the kernel has been measured as faster on the devices.
     optimizer: Literal["auto", "pallas", "xla"] = "auto"
@@ -114,6 +119,9 @@ class ParallelConfig:
     # The part of a forward that its backward computes again. none: nothing. dots: all but matrix
     # products. full: all.
     activation_checkpointing: Checkpointing | None = None
+    # The first k layers of each stage that activation_checkpointing is for; the others compute
+    # nothing again. None: all where activation_checkpointing is set; else as few as memory allows.
+    recomputed_layers: SomeLayersPerStage | None = None
     # What clusters do together. pipeline: one replica of the model, or several, that meet in every
     # step. local_updates: islands, which train replicas on their own and meet every few steps.
     across: Literal["pipeline", "local_updates"] = "pipeline"

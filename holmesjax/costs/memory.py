@@ -64,7 +64,7 @@ def residual_bytes(
       model, kind: the layer.
       stage: how the layer is cut, and its dtype.
       implementation: how the layer is computed.
-      checkpointing: in place of that of the stage.
+      checkpointing: of the layer; None: that of the stage. The ends of the model have none.
     """
     width = DTYPE_BYTES[stage.dtype]
     kept, attention = kind.kept, kind.attention
@@ -142,9 +142,9 @@ def stage_memory_bytes(
     is_whole = model.width // parts % stage.data == 0
     shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
     residuals: dict[str, Numbers] = {"middle": 0.0, "last": 0.0}
-    for count, kind in stage.kinds(model):
+    for count, kind, policy in stage.policies(model):
         place = "middle" if kind.place == "first" else kind.place
-        residuals[place] += count * residual_bytes(model, kind, stage, implementation)
+        residuals[place] += count * residual_bytes(model, kind, stage, implementation, policy)
     activations = stage.in_flight * num_tokens * residuals["middle"]
     activations += stage.head_in_flight * num_tokens * residuals["last"]
     num_neighbours = 2 if stage.chunks > 1 else (not stage.is_first) + (not stage.is_last)
@@ -206,19 +206,29 @@ def _neediest_bytes(
     model: ModelConfig, stage: StageShape, implementation: Implementation
 ) -> Numbers:
     """Temporary bytes of the layer whose backward needs most, with its gradients not yet added."""
-    sized = zip(stage.kinds(model), layer_parameters(model, stage), strict=True)
+    sizes = _kind_parameters(model, stage)
     needs = [
-        _temporary_bytes(model, kind, stage, implementation)
-        + _new_gradient_bytes(model, kind, stage, num_parameters)
-        for (_, kind), num_parameters in sized
+        _temporary_bytes(model, kind, stage, implementation, policy)
+        + _new_gradient_bytes(model, kind, stage, sizes[kind])
+        for _, kind, policy in stage.policies(model)
     ]
     return functools.reduce(np.maximum, needs)
 
 
+def _kind_parameters(model: ModelConfig, stage: StageShape) -> dict[Kind, Numbers]:
+    """`layer_parameters` of each kind of the stage's layers."""
+    own = [kind for _, kind in stage.kinds(model)]
+    return dict(zip(own, layer_parameters(model, stage), strict=True))
+
+
 def _temporary_bytes(
-    model: ModelConfig, kind: Kind, stage: StageShape, implementation: Implementation
+    model: ModelConfig,
+    kind: Kind,
+    stage: StageShape,
+    implementation: Implementation,
+    policy: Checkpointing,
 ) -> Numbers:
-    """Temporary bytes of a layer's backward, but for our own head's logits.
+    """Temporary bytes of a layer's backward with its checkpointing, but for our own head's logits.
 
     It needs what is computed again, the result of the activation function and the gradients of that
     and of its arguments, and some arrays of the residual stream, c T (a F / tensor + n D) with a =
@@ -230,8 +240,8 @@ def _temporary_bytes(
     twice = 1 + (stage.tensor > 1)
     per_token = (
         width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
-        + residual_bytes(model, kind, stage, implementation, checkpointing="none")
-        - residual_bytes(model, kind, stage, implementation)
+        + residual_bytes(model, kind, stage, implementation, "none")
+        - residual_bytes(model, kind, stage, implementation, policy)
     )
     return stage_tokens(model, stage) * per_token
 
@@ -267,10 +277,11 @@ def _gathered_bytes(
     gradients = {"first": 4.0, "middle": 8.0, "last": 0.0 if stage.is_alone else 4.0}
     freed = logits if stage.is_alone else 0.0
     most: Numbers = 0.0
-    sizes = layer_parameters(model, stage)
-    for (_, kind), num_parameters in zip(stage.kinds(model), sizes, strict=True):
+    sizes = _kind_parameters(model, stage)
+    for _, kind, policy in stage.policies(model):
+        num_parameters = sizes[kind]
         needed = (width + gradients[kind.place]) * num_parameters
-        needed = needed + _temporary_bytes(model, kind, stage, implementation)
+        needed = needed + _temporary_bytes(model, kind, stage, implementation, policy)
         if kind.place == "last":
             in_head = _logit_bytes(model, stage, implementation)[1]
             needed = np.maximum(needed, (width + gradients["last"]) * num_parameters + in_head)
@@ -296,7 +307,7 @@ def _logit_bytes(
     if implementation.logit_bytes:
         return 0.0, implementation.logit_bytes * num_tokens * vocab_size
     width = DTYPE_BYTES[stage.dtype]
-    num_chunks = work.logit_chunks(num_tokens, vocab_size, model.width)
+    num_chunks = work.logit_chunks(num_tokens, vocab_size, model.width, stage.logit_bytes)
     table = model.width * vocab_size
     logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
     in_chunks = num_chunks > 1

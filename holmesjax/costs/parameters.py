@@ -125,7 +125,6 @@ class StageExtents(NamedTuple):
     trained: Extent
     copies: tuple[Parameter, ...]  # of what its layers borrow from layers of other stages
     unread: Extent  # by a backward that computes nothing again
-    unread_again: Extent  # by one that runs the forwards of Transformer layers again
     rows_alone: Extent  # trained tables of which only rows are read
     row_numbers: int  # of a token's rows of trained tables
     coded: Extent  # that replicas hold as codes
@@ -146,13 +145,11 @@ def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
     read_whole = [item for (layer, _), item in borrowed.items() if is_here(layer)]
     total = lambda name: Extent.total(getattr(e, name).times(n) for n, _, e in own)
     alone = total("looked_up").without(Extent.of(read_whole))
-    ends = Extent.total(e.unread.times(n) for n, kind, e in own if kind.place != "middle")
     return StageExtents(
         all=Extent.total([total("all"), Extent.of(copies)]),
         trained=Extent.total([total("trained"), Extent.of(c for c in copies if c.trains)]),
         copies=copies,
         unread=Extent.total([total("unread"), alone]),
-        unread_again=Extent.total([ends, alone]),
         rows_alone=total("trained_rows").without(Extent.of(p for p in read_whole if p.trains)),
         row_numbers=sum(n * row_numbers(kind, trains=True) for n, kind, _ in own),
         coded=total("coded"),
@@ -250,9 +247,11 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, S
     (True, True)
     """
     own = stage_extents(model, stage.counts)
-    unread = own.unread if stage.checkpointing == "none" else own.unread_again
+    # Layers that compute again read what their forward reads.
+    read_again = stage_extents(model, (0, *stage.again, 0)).unread
     numbers = own.all.in_parts(stage.tensor)
-    return numbers, numbers - unread.in_parts(stage.tensor)
+    unread = own.unread.in_parts(stage.tensor) - read_again.in_parts(stage.tensor)
+    return numbers, numbers - unread
 
 
 def gathered_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
@@ -266,7 +265,8 @@ def gathered_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numb
     forward, backward = (
         width * numbers - (width - 1) * coded for numbers in gathered_parameters(model, stage)
     )
-    return forward, backward + (stage.checkpointing == "full") * coded
+    again = stage_extents(model, (0, *stage.again, 0)).coded.in_parts(stage.tensor)
+    return forward, backward + (stage.checkpointing == "full") * again
 
 
 def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:

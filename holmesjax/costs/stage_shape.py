@@ -17,6 +17,8 @@ from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import Sizes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Float32 logits that a device computes at a time, at least: more tokens are cut into chunks.
+LOGIT_BYTES = 2**29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +42,15 @@ class StageShape:
     dtype: str  # of the matrix products
     param_dtype: str = "float32"  # of the parameters that are kept and updated
     checkpointing: Checkpointing
+    # Transformer layers of each kind that `checkpointing` is for; the others compute nothing again.
+    # None: it is for all.
+    recomputed: tuple[int, ...] | None = None
     # What the run asks of attention; None: nothing is chosen, and its time is as calibrated.
     attention: AskedAttention | None = None
     # Format of each array that the optimizer keeps of a parameter (`update_rules`).
     kept: tuple[Kept, ...] = ("float32", "float32")
     # Whether `tensor` cuts sequences between products, where their tokens divide; may be an array.
+    logit_bytes: int = LOGIT_BYTES  # of the float32 logits of a chunk of the loss
     sequence_parallel: Sizes = 0
     # Whether it is a plan's only stage and a step has one microbatch: one program has both passes
     # then, and gradients come where activations were.
@@ -61,6 +67,13 @@ class StageShape:
         return self.is_first and self.is_last and self.chunks == 1
 
     @property
+    def again(self) -> tuple[int, ...]:
+        """Transformer layers of each kind that compute anything again."""
+        if self.checkpointing == "none":
+            return (0,) * len(self.blocks)
+        return self.blocks if self.recomputed is None else self.recomputed
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Layers of each kind, in the order of `Kinds.in_order`."""
         return int(self.is_first), *self.blocks, int(self.is_last)
@@ -74,11 +87,26 @@ class StageShape:
         """The kinds of the stage's layers, each beside the number of these layers."""
         return _counted(model, self.counts)
 
+    def policies(self, model: ModelConfig) -> tuple[tuple[int, Kind, Checkpointing], ...]:
+        """The kinds of the stage's layers with their checkpointing, and the number of each."""
+        return _with_policies(model, self.counts, self.again, self.checkpointing)
+
 
 @cached(10_000)  # a search asks over and over
 def _counted(model: ModelConfig, counts: tuple[int, ...]) -> tuple[tuple[int, Kind], ...]:
     pairs = zip(counts, kinds(model).in_order, strict=True)
     return tuple((count, kind) for count, kind in pairs if count)
+
+
+@cached(10_000)
+def _with_policies(
+    model: ModelConfig, counts: tuple[int, ...], again: tuple[int, ...], policy: Checkpointing
+) -> tuple[tuple[int, Kind, Checkpointing], ...]:
+    pairs = zip(counts, (0, *again, 0), kinds(model).in_order, strict=True)
+    both: list[tuple[int, Kind, Checkpointing]] = []
+    for count, number, kind in pairs:
+        both += [(number, kind, policy), (count - number, kind, "none")]
+    return tuple(item for item in both if item[0])
 
 
 def stage_tokens(model: ModelConfig, stage: StageShape) -> Sizes:

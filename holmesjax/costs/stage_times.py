@@ -113,8 +113,8 @@ class _LayerShape(NamedTuple):
     sequence_parallel: Sizes
 
     @classmethod
-    def of(cls, stage: StageShape, **cuts: int) -> "_LayerShape":
-        """The shape in a stage, or in one of many stages that is cut like this."""
+    def of(cls, stage: StageShape, **cuts: Any) -> "_LayerShape":
+        """The shape in a stage, or with other fields: in one of many stages."""
         own = {name: getattr(stage, name) for name in cls._fields} | cuts
         return cls(**own)
 
@@ -201,8 +201,8 @@ def attention_in_stage(
     length = model.context_length
     shape = _LayerShape.of(stage)
     num_tokens = shape.sequences * length // shape.context
-    forwards = 2 if stage.checkpointing == "full" else 1
-    for count, kind in stage.kinds(model):
+    for count, kind, policy in stage.policies(model):
+        forwards = 2 if policy == "full" else 1
         if (choice := _choice(kind, shape, device, length)) is not None:
             products = attention_products(kind, length, num_tokens, shape.tensor, shape.context)
             pass_s = attention_s(products, choice, device, shape.dtype, shape.context, HOLMESJAX)
@@ -219,11 +219,14 @@ def layers_s(
 ) -> list[Numbers]:
     """Seconds of a microbatch in a layer of each kind on the slowest of some kinds of device.
 
-    Forward and backward, without collectives.
+    With the checkpointing of the stage. Forward and backward, without collectives.
     """
     found = []
     for i in range(len(stage.blocks)):
-        layers = [_seconds_by_stage(model, i, stage, device, implementation) for device in devices]
+        layers = [
+            _seconds_by_stage(model, i, stage, stage.checkpointing, device, implementation)
+            for device in devices
+        ]
         found.append(reduce(np.maximum, [layer.forward_s + layer.backward_s for layer in layers]))
     return found
 
@@ -232,11 +235,14 @@ def _seconds_by_stage(
     model: ModelConfig,
     number: int,
     stage: StageShape,
+    policy: Checkpointing,
     device: DeviceKind,
     implementation: Implementation,
 ) -> _SecondsByStage:
-    """Seconds of a layer of one kind, in the shape of the stage's numbers."""
-    like = _LayerShape.of(stage, sequences=0, tensor=0, context=0, sequence_parallel=0)
+    """Seconds of a layer of one kind with a checkpointing, in the shape of the stage's numbers."""
+    like = _LayerShape.of(
+        stage, sequences=0, tensor=0, context=0, sequence_parallel=0, checkpointing=policy
+    )
     known = _known_layers(model, number, like, device, implementation)
 
     def of(cut: tuple[int, int, int, int]) -> _LayerSeconds:
@@ -305,12 +311,17 @@ def _compute_s(
     forward_s: Numbers = 0.0
     backward_s: Numbers = 0.0
     weight_s: Numbers = 0.0
-    for number, count in enumerate(stage.blocks):
-        if count:
-            layer = _seconds_by_stage(model, number, stage, device, implementation)
-            forward_s += count * layer.forward_s
-            backward_s += count * layer.backward_s
-            weight_s += count * layer.weight_s
+    for number, (total, again) in enumerate(zip(stage.blocks, stage.again, strict=True)):
+        of_policies: tuple[tuple[int, Checkpointing], ...] = (
+            (again, stage.checkpointing),
+            (total - again, "none"),
+        )
+        for count, policy in of_policies:
+            if count:
+                layer = _seconds_by_stage(model, number, stage, policy, device, implementation)
+                forward_s += count * layer.forward_s
+                backward_s += count * layer.backward_s
+                weight_s += count * layer.weight_s
     ends = [kind for _, kind in stage.kinds(model) if kind.place != "middle"]
     ends_s = [_end_s(model, kind, stage, device) for kind in ends]
     head_s = [sum(end_s[i] for end_s in ends_s) for i in range(3)]

@@ -22,8 +22,8 @@ def tensor_s(
     """
     num_tokens = stage_tokens(model, stage)
     counts: dict[int, list[int]] = {}  # of numbers per token: all-reduces in each direction
-    for count, kind in stage.kinds(model):
-        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+    for count, kind, policy in stage.policies(model):
+        for numbers, forward, backward in work.all_reduces(kind, policy):
             both = counts.setdefault(numbers, [0, 0])
             both[0] += count * forward
             both[1] += count * backward
@@ -61,10 +61,10 @@ def _cut_s(
     backward_s: Numbers = 0.0
     beside_s: Numbers = 0.0
     cuts: Numbers = 1.0
-    for count, kind in stage.kinds(model):
+    for count, kind, policy in stage.policies(model):
         own_cuts = work.stream_cuts(kind, model.context_length, stage)
         cuts = np.maximum(cuts, own_cuts)
-        for numbers, forward, backward in work.all_reduces(kind, stage.checkpointing):
+        for numbers, forward, backward in work.all_reduces(kind, policy):
             all_reduce_s, gather_s, scatter_s = of_numbers_s[numbers]
             is_stream = (own_cuts > 1) & (numbers == model.width)
             again = work.gathered_again(kind, numbers, model.width, is_stream)

@@ -13,27 +13,31 @@ import numpy as np
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.parameters import row_numbers
-from holmesjax.costs.stage_shape import DTYPE_BYTES
+from holmesjax.costs.stage_shape import DTYPE_BYTES, LOGIT_BYTES
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.topology.machines import Numbers, Sizes
 
-# Bytes of float32 logits that a device computes at a time: more tokens are cut into chunks.
-MAX_LOGIT_BYTES = 2**29
 
-
-def logit_chunks(num_tokens: Numbers, vocab_size: Numbers, width: int) -> np.ndarray:
+def logit_chunks(
+    num_tokens: Numbers, vocab_size: Numbers, width: int, most_bytes: int = LOGIT_BYTES
+) -> np.ndarray:
     """Chunks in which a device computes the logits of so many tokens, one after the other.
 
     1, all at once, keeps logits in float32 and has their gradients, (4 + c) T V bytes. A chunk of t
     tokens takes (4 + c) t V, and beside it the gradient of the weight is summed up and kept,
     (4 + c) D V: that is less only where there are more tokens than the model is wide.
 
+    Args:
+      num_tokens, vocab_size: of one device.
+      width: of the model.
+      most_bytes: of the float32 logits of a chunk.
+
     >>> int(logit_chunks(16_384, 128_256, 4096))
     16
     >>> int(logit_chunks(4096, 128_256, 4096))
     1
     """
-    num_chunks = np.ceil(4.0 * num_tokens * vocab_size / MAX_LOGIT_BYTES).astype(int)
+    num_chunks = np.ceil(4.0 * num_tokens * vocab_size / most_bytes).astype(int)
     return np.where(num_tokens > num_tokens / num_chunks + width, num_chunks, 1)
 
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
+from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Attention, Parameter
 from holmesjax.plan.plan import Axis
@@ -153,6 +154,7 @@ class Kernels:
     parameters: str = "float32"  # how those that train are kept
     # Whether `tensor` cuts sequences between products, for the kinds that state that they can.
     sequence_parallel: bool = False
+    logit_bytes: int = LOGIT_BYTES  # of the float32 logits of a chunk of the loss
 
     @property
     def device(self) -> jax.Device:
@@ -190,7 +192,7 @@ class Kernels:
         B, L, D = x_BLD.shape
         num_tokens = B * L // (self.size(Axis.FSDP) * self.context)
         cut = vocab_size // self.size(Axis.TENSOR)
-        num_chunks = work.logit_chunks(num_tokens, cut, D)
+        num_chunks = work.logit_chunks(num_tokens, cut, D, self.logit_bytes)
         least = 2 if self.config.cross_entropy == "chunked" else 1
         return min(max(least, int(num_chunks)), L)
 

@@ -31,7 +31,12 @@ def pins(parallel: ParallelConfig) -> dict[str, Value]:
 
 
 def chosen(plan: Plan, name: str) -> Value | None:
-    """The value of a setting in a plan; None if its stages have several."""
+    """The value of a setting in a plan; None if its stages, or their layers, have several."""
+    if name == "activation_checkpointing" and plan.recomputed_layers:
+        return None
+    if name == "recomputed_layers":
+        again = plan.activation_checkpointing != "none"
+        return plan.recomputed_layers or tuple(again * stage.num_blocks for stage in plan.stages)
     if name in ("microbatches", "activation_checkpointing", "schedule"):
         return getattr(plan, name)
     if name == "chunks":
@@ -47,7 +52,10 @@ def chosen(plan: Plan, name: str) -> Value | None:
 
 def keeps(plan: Plan, pinned: Mapping[str, Value]) -> bool:
     """Whether a plan has all settings that are pinned."""
-    return all(chosen(plan, name) == value for name, value in pinned.items())
+    own = {name: chosen(plan, name) for name in pinned}
+    if "recomputed_layers" in own and "activation_checkpointing" in own:
+        own["activation_checkpointing"] = plan.activation_checkpointing
+    return own == pinned
 
 
 def setting(name: str, value: Value) -> str:

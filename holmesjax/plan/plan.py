@@ -72,6 +72,7 @@ class StagePlan:
     seconds: dict[str, float]
     task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
     sequence_parallel: bool = False  # whether `tensor` cuts sequences between products
+    logit_bytes: int | None = None  # of float32 logits of a chunk of the loss; None: the least
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -79,9 +80,14 @@ class StagePlan:
         return tuple(itertools.chain(*self.chunks))
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of its Transformer layers."""
+        return tuple(layer for layer in self.layers if layer not in (EMBED, HEAD))
+
+    @property
     def num_blocks(self) -> int:
-        """Transformer layers of the stage."""
-        return sum(layer not in (EMBED, HEAD) for layer in self.layers)
+        """The number of its Transformer layers."""
+        return len(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +120,8 @@ class Plan:
     activation_checkpointing: str
     boundary_bytes: float  # per microbatch and direction, from one stage to the next
     step_time_s: float  # predicted
-    bound_s: float  # that no plan's predicted step takes less than
+    # No plan's predicted step takes less, of plans in which all layers compute again, or none.
+    bound_s: float
     shares: dict[str, float]  # of the predicted step time: `seconds` of the stages, and bubble
     idle: dict[str, int] = field(default_factory=dict)  # node -> devices that no stage uses
     idle_because: dict[str, str] = field(default_factory=dict)  # cluster that is idle -> why
@@ -122,6 +129,9 @@ class Plan:
     step_dollars: dict[str, float] = field(default_factory=dict)  # empty where prices lack
     pipes: dict[str, float] = field(default_factory=dict)  # "ib -> roce" -> share of its capacity
     queues: tuple[Queue, ...] = ()  # of boundaries that may want more of a pipe than it has
+    # The first k layers of each stage that `activation_checkpointing` is for; the others compute
+    # nothing again. Empty: it is for all layers.
+    recomputed_layers: tuple[int, ...] = ()
     exception: str = ""  # which stages lie in several clusters, and why, where any do
     islands: tuple["Plan", ...] = ()  # the plan of each island; none: the plan is one pipeline
     meeting: MeetingCost | None = None  # of the islands
@@ -141,6 +151,16 @@ class Plan:
         """The virtual stages in model order: the stage that holds each, and its layers."""
         stages = list(enumerate(self.stages))
         return tuple((s, stage.chunks[c]) for c in range(self.num_chunks) for s, stage in stages)
+
+    def policy_of(self, layer: str) -> str:
+        """The activation checkpointing of a layer, by its name; none at the ends of the model."""
+        if layer in (EMBED, HEAD):
+            return "none"
+        if not self.recomputed_layers:
+            return self.activation_checkpointing
+        numbers = zip(self.stages, self.recomputed_layers, strict=True)
+        is_first = any(layer in stage.blocks[:number] for stage, number in numbers)
+        return self.activation_checkpointing if is_first else "none"
 
     @property
     def order(self) -> TaskOrder:
@@ -246,12 +266,14 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     values["islands"] = [_without_empty(island) for island in values["islands"]]
-    for name in ("pipes", "queues", "idle_because", "islands", "meeting"):
+    for name in ("pipes", "queues", "idle_because", "recomputed_layers", "islands", "meeting"):
         if not values[name]:
             del values[name]  # so a plan without any has the hash that it always had
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
             del stage["sequence_parallel"]
+        if stage["logit_bytes"] is None:
+            del stage["logit_bytes"]
     return values
 
 
@@ -294,6 +316,7 @@ def _refuse_contradictions(plan: Plan, where: str) -> None:
     _refuse_impossible_schedule(plan, where)
     _refuse_missing_seconds(plan, where)
     _refuse_impossible_queues(plan, where)
+    _refuse_impossible_recomputation(plan, where)
     layers = tuple(layer for _, chunk in plan.chunks for layer in chunk)
     if layers != layer_names(len(layers) - 2):
         raise _damaged(where, "the stages must hold every layer once, in model order", layers)
@@ -311,6 +334,16 @@ def _refuse_impossible_queues(plan: Plan, where: str) -> None:
             raise _damaged(where, f"queues.{i} must be between two stages of the plan", queue)
         if not min(queue.hold_s, queue.latency_s) >= 0:
             raise _damaged(where, f"queues.{i}: its seconds must not be negative", queue)
+
+
+def _refuse_impossible_recomputation(plan: Plan, where: str) -> None:
+    numbers, layers = plan.recomputed_layers, [stage.num_blocks for stage in plan.stages]
+    if numbers and (
+        len(numbers) != len(layers)
+        or not all(0 <= number <= most for number, most in zip(numbers, layers, strict=True))
+    ):
+        problem = f"recomputed_layers must have a number for each stage, at most {layers}"
+        raise _damaged(where, problem, numbers)
 
 
 def _refuse_missing_seconds(plan: Plan, where: str) -> None:
@@ -395,6 +428,14 @@ def describe(
         if len(plan.in_flight) > DEPTHS_SHOWN:
             depths = f"from {plan.in_flight[0]} on the first to {plan.in_flight[-1]} on the last"
         lines.append(f"            in flight on the stages: {depths}")
+    if plan.recomputed_layers:
+        numbers = ", ".join(map(str, plan.recomputed_layers))
+        if len(plan.recomputed_layers) > DEPTHS_SHOWN:
+            numbers = f"{min(plan.recomputed_layers)} to {max(plan.recomputed_layers)}"
+        lines.append(
+            f"            layers that compute again ({plan.activation_checkpointing}), the first "
+            f"of each stage: {numbers}"
+        )
     if plan.pipes:
         queued = {queue.pipe for queue in plan.queues}
         waits = lambda name: ", where boundaries wait for each other," * (name in queued)
@@ -449,6 +490,8 @@ def _tensor_over_network(plan: Plan) -> list[str]:
 def _proof(plan: Plan, is_pinned: bool) -> str:
     """The bound on plans that could be faster."""
     gap, which = 1.0 - plan.bound_s / plan.step_time_s, "no plan"
+    if plan.recomputed_layers:
+        which += " whose layers all compute again, or none,"
     if is_pinned:
         which += " with the pinned settings"
     if gap <= 0.0:
@@ -464,6 +507,8 @@ def _details(stage: StagePlan) -> list[str]:
     largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
     total = show(sum(stage.memory_bytes.values()), "B")
     seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
+    if stage.logit_bytes is not None:
+        largest += f"; the loss has {show(stage.logit_bytes, 'B')} of logits at a time"
     details = {
         "mesh": " x ".join(axes) + cut,
         "memory": f"{total} a device: {largest}",

@@ -1,11 +1,14 @@
 """A plan assembled from what a search has found: its devices, and what each stage costs."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 
-from holmesjax.costs import memory
+from holmesjax.costs import memory, work
+from holmesjax.costs.stage_shape import LOGIT_BYTES, StageShape, stage_tokens
 from holmesjax.costs.stage_times import StageTimes
+from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.plan.plan import Plan, StagePlan, TaskSeconds
 from holmesjax.planner import prices
@@ -24,6 +27,8 @@ from holmesjax.planner.trials import Candidate
 from holmesjax.topology import saving
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
+
+LARGER_CHUNKS = (2 * LOGIT_BYTES, 4 * LOGIT_BYTES)  # of the loss, where there is room
 
 
 def as_plan(
@@ -52,8 +57,10 @@ def as_plan(
     for i, (slot, role) in enumerate(zip(assignment.slots, roles(num_stages), strict=True)):
         nodes, placement = problem.nodes(slot), problem.placement(slot, settings)
         in_flight = problem.in_flight(order, i, assignment.layers[i])
-        blocks = add(chunk_blocks(problem, candidate, i))
-        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight)
+        blocks, again = stage_layers(problem, candidate, i)
+        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight, again)
+        logit_bytes = _logit_bytes(problem, shape, problem.usable_bytes(slot.pool))
+        shape = dataclasses.replace(shape, logit_bytes=logit_bytes or shape.logit_bytes)
         items = memory.stage_memory_bytes(config.model, shape)
         sent_s = settings.microbatches * sends_s[i] + tables_s[i]
         stages.append(
@@ -68,6 +75,7 @@ def as_plan(
                 seconds=parts[i] | {"boundary": sent_s},
                 task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
                 sequence_parallel=bool(slot.mesh.sequence_parallel),
+                logit_bytes=logit_bytes,
             )
         )
     assert sum(assignment.layers) == config.model.num_layers, f"{assignment.layers} drops layers"
@@ -89,8 +97,32 @@ def as_plan(
         shares=_shares(problem, candidate, parts),
         pipes=_pipe_shares(problem, candidate),
         queues=tuple(problem.queues(assignment, settings, order.chunks)),
+        recomputed_layers=assignment.recomputed,
         exception=_exception(problem, stages),
     )
+
+
+def _logit_bytes(problem: Problem, stage: StageShape, usable_bytes: float) -> int | None:
+    """Bytes of a chunk of the loss: as many as there is room for; None: the least, or no chunks.
+
+    A product of more tokens reads and adds to its weight less often.
+    """
+    model, kernels = problem.config.model, problem.config.kernels
+    if kernels.loss_chunk_mib is not None:
+        return stage.logit_bytes if stage.is_last else None
+    logits = kinds(model).head.logits if stage.is_last else 0
+    if not logits or kernels.cross_entropy == "reference":
+        return None
+    numbers = stage_tokens(model, stage), logits / stage.tensor, model.width
+    fewest = work.logit_chunks(*numbers)
+    found = None
+    for most_bytes in LARGER_CHUNKS:
+        larger = dataclasses.replace(stage, logit_bytes=most_bytes)
+        held_bytes = sum(memory.stage_memory_bytes(model, larger).values())
+        number = work.logit_chunks(*numbers, most_bytes)
+        if 1 < number < fewest and held_bytes <= usable_bytes:
+            found, fewest = most_bytes, number
+    return found
 
 
 def _exception(problem: Problem, stages: Sequence[StagePlan]) -> str:
@@ -119,18 +151,23 @@ def _pipe_shares(problem: Problem, candidate: Candidate) -> dict[str, float]:
     }
 
 
-def chunk_blocks(problem: Problem, candidate: Candidate, stage: int) -> list[Counts]:
-    """The Transformer layers of each chunk of one stage, of each kind."""
-    found = problem.ranges.chunks(candidate.assignment.layers, candidate.order.chunks)
-    return list(found[stage])
+def stage_layers(
+    problem: Problem, candidate: Candidate, stage: int
+) -> tuple[Counts, Counts | None]:
+    """The Transformer layers of one stage, of each kind; and those that compute again.
+
+    None: the checkpointing is for all.
+    """
+    own, again = problem.layer_counts(candidate.assignment, candidate.order.chunks)[stage]
+    return add(own), None if again is None else add(again)
 
 
 def stage_seconds(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:
     assignment, settings = candidate.assignment, candidate.settings
     slot, role = assignment.slots[stage], roles(len(assignment.layers))[stage]
     pool, placement = problem.pools[slot.pool], problem.placement(slot, settings)
-    blocks = add(chunk_blocks(problem, candidate, stage))
-    return problem.stage_costs.times(pool, placement, slot.mesh, settings, role, blocks)
+    layers = stage_layers(problem, candidate, stage)
+    return problem.stage_costs.times(pool, placement, slot.mesh, settings, role, *layers)
 
 
 def _task_seconds(
@@ -140,9 +177,11 @@ def _task_seconds(
     assignment, settings, order = candidate.assignment, candidate.settings, candidate.order
     slot, is_split = assignment.slots[stage], order.splits_backward
     own_roles = chunk_roles(roles(len(assignment.layers))[stage], order.chunks)
+    blocks, again = problem.layer_counts(assignment, order.chunks)[stage]
+    own = zip(own_roles, blocks, again or [None] * order.chunks, strict=True)
     chunks = [
-        problem.seconds(slot, settings, role, blocks, is_split)
-        for role, blocks in zip(own_roles, chunk_blocks(problem, candidate, stage), strict=True)
+        problem.seconds(slot, settings, role, layers, is_split, first)
+        for role, layers, first in own
     ]
     whole = _whole(problem, candidate, stage)
     return TaskSeconds(
@@ -160,8 +199,9 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
     """Seconds of one stage with all its chunks."""
     assignment, is_split = candidate.assignment, candidate.order.splits_backward
     role = roles(len(assignment.layers))[stage]
-    blocks = add(chunk_blocks(problem, candidate, stage))
-    return problem.seconds(assignment.slots[stage], candidate.settings, role, blocks, is_split)
+    blocks, again = stage_layers(problem, candidate, stage)
+    slot = assignment.slots[stage]
+    return problem.seconds(slot, candidate.settings, role, blocks, is_split, again)
 
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:

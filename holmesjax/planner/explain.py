@@ -30,6 +30,7 @@ from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.layer_ranges import add, split_chunks
 from holmesjax.planner.planner import find, timed_again
 from holmesjax.planner.problem import Assignment, Problem, Segment
+from holmesjax.planner.recomputation import with_fewest
 from holmesjax.planner.search import Found
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
@@ -37,6 +38,7 @@ from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_kernels import (
     StageKernel,
     stage_attention,
+    stage_recomputed,
     stage_sequences,
     stage_update,
 )
@@ -97,6 +99,7 @@ class Explanation:
     attention: tuple[StageKernel, ...]  # of the plan
     update: tuple[StageKernel, ...]
     sequences: tuple[StageKernel, ...]  # of stages with `tensor`
+    recomputed: tuple[StageKernel, ...]
     against: tuple[Alternative, ...]
     clusters: tuple[Alternative, ...]  # without each that is used, with each that is not
     upgrades: tuple[Alternative, ...]
@@ -134,6 +137,7 @@ def explain(
         attention=tuple(stage_attention(problem, chosen)),
         update=tuple(stage_update(problem, chosen)),
         sequences=tuple(stage_sequences(problem, chosen)),
+        recomputed=tuple(stage_recomputed(problem, chosen)),
         against=tuple(_against(problem, chosen, say)),
         clusters=tuple(_clusters(problem, found.best, say)),
         upgrades=(_unlimited(problem, chosen, say), *_upgrades(problem, found, say)),
@@ -168,11 +172,18 @@ def _ranked(problem: Problem, candidate: Candidate) -> Ranked:
         dollars=_dollars(problem, candidate),
         pipeline=_pipeline(problem, candidate),
         microbatches=settings.microbatches,
-        checkpointing=settings.checkpointing,
+        checkpointing=_checkpointing(candidate),
         schedule=order.schedule,
         memory_share=max(shares),
         binds=_binds(problem, candidate),
     )
+
+
+def _checkpointing(candidate: Candidate) -> str:
+    """`full`, or `full for 5 of 8 layers`."""
+    again = candidate.assignment.recomputed
+    held = f" for {sum(again)} of {sum(candidate.assignment.layers)} layers" if again else ""
+    return candidate.settings.checkpointing + held
 
 
 def _pipeline(problem: Problem, candidate: Candidate) -> str:
@@ -273,8 +284,8 @@ def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alter
     if num_stages > 1:
         say("an even split")
         assignment = chosen.assignment._replace(layers=split_chunks(problem.num_layers, num_stages))
-        even = replace(chosen, assignment=assignment)
-        yield _alternative("as many layers on every stage", _step_s(problem, even), problem, even)
+        even = with_fewest(problem, chosen, [assignment._replace(recomputed=())])
+        yield _alternative("as many layers on every stage", even.step_s, problem, even)
     if len(problem.topology.nodes) > 1:
         say("a random order")
         yield _shuffled(problem, chosen)
@@ -465,6 +476,7 @@ def describe(explanation: Explanation) -> list[str]:
         ("what will compute attention, and its time in a step", explanation.attention),
         ("what will do AdamW's step, and the time of the update", explanation.update),
         ("the tokens that tensor leaves to a device, and its exposed time", explanation.sequences),
+        ("what backwards compute again, and its time in a step", explanation.recomputed),
     ):
         if kernels:
             lines.append(title)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holmesjax.config import Config
+from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.outer_rule import meeting_bytes, owners
@@ -64,6 +65,7 @@ def plan_islands(
         step_dollars={},
         pipes={},
         queues=(),
+        recomputed_layers=(),
         islands=tuple(islands),
         meeting=MeetingCost(every=every, bytes=tuple(map(float, sent)), seconds=seconds),
     )
@@ -122,7 +124,10 @@ def _own_config(config: Config, count: int) -> Config:
         decay_steps=None,
         decay_tokens=None,
     )
-    return replace(config, train=part, parallel=parallel, optimizer=optimizer)
+    # What islands keep for their meetings needs the room that a larger chunk would take.
+    mib = config.kernels.loss_chunk_mib or LOGIT_BYTES // 2**20
+    kernels = replace(config.kernels, loss_chunk_mib=mib)
+    return replace(config, train=part, parallel=parallel, optimizer=optimizer, kernels=kernels)
 
 
 def _part_of(topology: Topology, clusters: Sequence[str]) -> Topology:

@@ -1,6 +1,7 @@
 """The Transformer layers of a model as a list that stages cut into ranges of consecutive layers.
 
 counts  the number of layers of each kind, in the order of `Kinds.blocks`
+span    a range: its first layer, and the number of its layers
 load    a whole number for each layer, about its share of the model's work; for layers of one kind 1
 
 Ranges with equal counts cost the same, so results are kept by counts.
@@ -16,6 +17,7 @@ from holmesjax.costs.products import layer_forward_flop
 from holmesjax.layer_specs.distinct_kinds import block_counts, blocks_in_order, kinds
 
 Counts = tuple[int, ...]
+Span = tuple[int, int]
 
 LOADS = 8  # the load of the cheapest kind, before common factors are divided out
 
@@ -72,6 +74,28 @@ class LayerRanges:
         shares = [split_chunks(n, num_chunks) for n in layers]
         found = self.ranges([share[chunk] for chunk in range(num_chunks) for share in shares])
         return [tuple(found[stage :: len(layers)]) for stage in range(len(layers))]
+
+    def spans(self, layers: Sequence[int], num_chunks: int) -> list[tuple[Span, ...]]:
+        """The layers of each chunk of every stage: the first of them, and their number."""
+        shares = [split_chunks(n, num_chunks) for n in layers]
+        sizes = [share[chunk] for chunk in range(num_chunks) for share in shares]
+        starts = itertools.accumulate(sizes, initial=0)
+        found = list(zip(starts, sizes, strict=False))
+        return [tuple(found[stage :: len(layers)]) for stage in range(len(layers))]
+
+    def first(self, spans: Sequence[Span], number: int) -> tuple[Counts, ...]:
+        """The counts of the first layers of a stage, by its chunks.
+
+        Args:
+          spans: the layers of each of its chunks.
+          number: of the first layers of all its chunks.
+        """
+        found = []
+        for start, size in spans:
+            own = min(number, size)
+            found.append(self.counts(start, start + own))
+            number -= own
+        return tuple(found)
 
     @cached_property
     def loads(self) -> tuple[int, ...]:

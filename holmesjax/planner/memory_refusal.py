@@ -27,6 +27,7 @@ NODES_STEPS = (1.0, 1.3, 1.7, 2.5)  # times the nodes that should do, each with 
 MOST_DEVICES = 512  # for which it is tried how many nodes would do
 # Settings that may be left to the planner, the mildest change first.
 FREED = (
+    "recomputed_layers",
     "activation_checkpointing",
     "microbatches",
     "fsdp",
@@ -173,7 +174,10 @@ def _milder_settings(problems: Sequence[Problem]) -> str | None:
     for name in set_here:
         if (result := find_within(without([name]), LITTLE)) is not None:
             plan = as_plan(result[0], result[1].best[0], result[1].bound_s)
-            if (value := pins.chosen(plan, name)) is None:
+            value = pins.chosen(plan, name)
+            if name == "activation_checkpointing":
+                value = plan.activation_checkpointing  # for all layers it takes no more memory
+            if value is None:
                 return f"leave parallel.{name} to the planner"
             return f"set {pins.setting(name, value)}, or leave it to the planner"
     if find_within(free, LITTLE) is not None:

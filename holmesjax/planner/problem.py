@@ -70,6 +70,8 @@ class Assignment(NamedTuple):
 
     segments: tuple[Segment, ...]
     layers: tuple[int, ...]  # Transformer layers of each stage
+    # The first layers of each stage that the checkpointing is for. Empty: it is for all.
+    recomputed: tuple[int, ...] = ()
 
     @property
     def slots(self) -> tuple[StageSlot, ...]:
@@ -114,22 +116,25 @@ class PricedStage:
     def __init__(self, problem: "Problem", slot: StageSlot, settings: StepSettings, role: Role):
         self.slot, self.settings, self.role = slot, settings, role
         self._problem = problem
-        self._seconds: dict[tuple[Counts, bool], StageSeconds] = {}
-        self._bytes: dict[tuple[Counts, InFlight], float] = {}
+        self._seconds: dict[tuple[Counts, bool, Counts | None], StageSeconds] = {}
+        self._bytes: dict[tuple[Counts, InFlight, Counts | None], float] = {}
 
-    def seconds(self, blocks: Counts, is_split: bool) -> StageSeconds:
+    def seconds(
+        self, blocks: Counts, is_split: bool, recomputed: Counts | None = None
+    ) -> StageSeconds:
         """Predicted seconds of the stage, or of one of its chunks.
 
         Args:
           blocks: Transformer layers of the stage, of each kind.
           is_split: whether gradients of weights are tasks of their own.
+          recomputed: the layers that the checkpointing is for, of each kind; None: all.
         """
-        key = blocks, is_split
+        key = blocks, is_split, recomputed
         if key not in self._seconds:
             slot, settings, role = self.slot, self.settings, self.role
             costs, pool = self._problem.stage_costs, self._problem.pools[slot.pool]
             placement = self._problem.placement(slot, settings)
-            times = costs.times(pool, placement, slot.mesh, settings, role, blocks)
+            times = costs.times(pool, placement, slot.mesh, settings, role, blocks, recomputed)
             # The same rule as `compilation.sends_within`. A whole step in one program loops over
             # microbatches and sends before and after the loop. W, too, reduces while it computes.
             sends_within = role.is_first and not (role.is_last and settings.microbatches > 1)
@@ -144,13 +149,15 @@ class PricedStage:
             )
         return self._seconds[key]
 
-    def memory_bytes(self, blocks: Counts, in_flight: InFlight) -> float:
+    def memory_bytes(
+        self, blocks: Counts, in_flight: InFlight, recomputed: Counts | None = None
+    ) -> float:
         """Predicted bytes on each device, with the most microbatches that it holds at a time."""
-        key = blocks, in_flight
+        key = blocks, in_flight, recomputed
         if key not in self._bytes:
             mesh, settings, role = self.slot.mesh, self.settings, self.role
             costs = self._problem.stage_costs
-            self._bytes[key] = costs.memory_bytes(mesh, settings, role, blocks, in_flight)
+            self._bytes[key] = costs.memory_bytes(mesh, settings, role, *key)
         return self._bytes[key]
 
 
@@ -258,35 +265,74 @@ class Problem:
         ]
 
     def seconds(
-        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts, is_split: bool
+        self,
+        slot: StageSlot,
+        settings: StepSettings,
+        role: Role,
+        blocks: Counts,
+        is_split: bool,
+        recomputed: Counts | None = None,
     ) -> StageSeconds:
         """Predicted seconds of a stage, or of one of its chunks, as `PricedStage.seconds`.
 
         Args:
           slot, settings, role: those of `stage`.
-          blocks, is_split: those of `PricedStage.seconds`.
+          blocks, is_split, recomputed: those of `PricedStage.seconds`.
         """
-        return self.stage(slot, settings, role).seconds(blocks, is_split)
+        return self.stage(slot, settings, role).seconds(blocks, is_split, recomputed)
 
-    def holds(self, stage: PricedStage, blocks: Counts, in_flight: InFlight) -> bool:
+    def holds(
+        self,
+        stage: PricedStage,
+        blocks: Counts,
+        in_flight: InFlight,
+        recomputed: Counts | None = None,
+    ) -> bool:
         """Whether the memory of each device holds its share of a stage.
 
         Args:
           stage: without its layers.
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
+          recomputed: the layers that the checkpointing is for, of each kind; None: all.
         """
-        return stage.memory_bytes(blocks, in_flight) <= self.usable_bytes(stage.slot.pool)
+        num_bytes = stage.memory_bytes(blocks, in_flight, recomputed)
+        return num_bytes <= self.usable_bytes(stage.slot.pool)
 
     def usable_bytes(self, pool_index: int) -> float:
         """Bytes that a stage may fill on each device of a pool."""
         return self.usable_memory * self.pools[pool_index].memory_bytes
 
+    def layer_counts(
+        self, assignment: Assignment, chunks: int
+    ) -> list[tuple[tuple[Counts, ...], tuple[Counts, ...] | None]]:
+        """The layers of each chunk of every stage, of each kind; and those that compute again.
+
+        None: the checkpointing is for all.
+        """
+        every = self.ranges.chunks(assignment.layers, chunks)
+        if not assignment.recomputed:
+            return [(own, None) for own in every]
+        spans = self.ranges.spans(assignment.layers, chunks)
+        numbers = zip(spans, assignment.recomputed, strict=True)
+        again = [self.ranges.first(own, number) for own, number in numbers]
+        return list(zip(every, again, strict=True))
+
     def microbatch_s(
-        self, slot: StageSlot, settings: StepSettings, role: Role, blocks: Counts
+        self,
+        slot: StageSlot,
+        settings: StepSettings,
+        role: Role,
+        blocks: Counts,
+        recomputed: Counts | None = None,
     ) -> float:
-        """Seconds that a stage works for a microbatch, forward and backward."""
-        times = self.seconds(slot, settings, role, blocks, is_split=False)
+        """Seconds that a stage works for a microbatch, forward and backward.
+
+        Args:
+          slot, settings, role: those of `stage`.
+          blocks, recomputed: those of `PricedStage.seconds`.
+        """
+        times = self.seconds(slot, settings, role, blocks, False, recomputed)
         return times.forward + times.backward
 
     def simulator(self, order: TaskOrder) -> tuple[Simulator, tuple[tuple[Task, ...], ...]]:

@@ -1,7 +1,9 @@
 """The search for the layout with the shortest predicted step, in two halves.
 
 `heuristic` finds good plans soon. `exhaustive` then tries everything that could still be faster. If
-that takes more effort than is allowed, a bound says how much faster a missed plan could be.
+that takes more effort than is allowed, a bound says how much faster a missed plan could be. In all
+of these plans every layer has the same activation checkpointing. `recomputation` then lets fewer
+layers of the best of them compute again.
 """
 
 import math
@@ -10,6 +12,7 @@ from dataclasses import dataclass, replace
 from holmesjax.planner.exhaustive import ExhaustiveSearch
 from holmesjax.planner.heuristic import HeuristicSearch
 from holmesjax.planner.problem import Problem
+from holmesjax.planner.recomputation import refined
 from holmesjax.planner.trials import Candidate, EffortSpent, Trials
 
 EFFORT = 2e6  # simulated tasks, or about as much work
@@ -20,7 +23,9 @@ class Found:
     """The result of a search."""
 
     best: tuple[Candidate, ...]  # of different segments or settings, the fastest first
-    bound_s: float  # no plan that the config allows takes less
+    # No plan that the config allows takes less, of those in which all layers of a stage compute
+    # again, or none.
+    bound_s: float
 
     @property
     def gap(self) -> float:
@@ -50,7 +55,8 @@ def _search(problem: Problem, effort: float) -> Found | None:
     bound_s = _try_all(trials)
     if not trials.found:
         return None
-    best = sorted(trials.found.values(), key=lambda candidate: candidate.step_s)
+    if not (best := refined(problem, trials.found.values())):
+        return None
     return Found(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
 
 

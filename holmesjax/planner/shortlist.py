@@ -53,6 +53,8 @@ def step_settings(config: Config) -> Iterator[StepSettings]:
         policies = [parallel.activation_checkpointing]
     elif parallel.schedule is not None and SCHEDULES[parallel.schedule].splits_backward:
         policies = ["none"]
+    elif parallel.recomputed_layers is not None:
+        policies = [policy for policy in CHECKPOINTING if policy != "none"]
     for policy in policies:
         yield from (StepSettings(count, policy) for count in counts)
 
@@ -69,7 +71,7 @@ def thinned(found: Sequence[StepSettings]) -> list[StepSettings]:
 def numbers_of_stages(config: Config, settings: StepSettings) -> list[int] | None:
     """Numbers of stages that the config allows; None: any number."""
     parallel = config.parallel
-    if given := parallel.layers or parallel.clusters:
+    if given := parallel.layers or parallel.clusters or parallel.recomputed_layers:
         return [len(given)]
     if parallel.stages:
         return [parallel.stages]

@@ -11,7 +11,7 @@ from holmesjax.config import Config, update_rules
 from holmesjax.costs import collective_times, memory, work
 from holmesjax.costs.attention import asked_of
 from holmesjax.costs.collective_times import Group, Groups
-from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
+from holmesjax.costs.stage_shape import DTYPE_BYTES, LOGIT_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.plan.plan import Axis
@@ -103,6 +103,8 @@ class StageCosts:
     def __init__(self, config: Config):
         self._config = config
         self._attention = asked_of(config)
+        mib = config.kernels.loss_chunk_mib
+        self._logit_bytes = LOGIT_BYTES if mib is None else mib * 2**20
         self.ranges = LayerRanges(config.model)
         self._slots: dict[tuple[int, MeshShape, int], list[Devices]] = {}
         self._arranged: dict[tuple[int, MeshShape, int, int], list[Arrangement[Axis]]] = {}
@@ -188,6 +190,8 @@ class StageCosts:
         role: Role,
         blocks: Counts,
         in_flight: InFlight = ALONE,
+        recomputed: Counts | None = None,
+        logit_bytes: int | None = None,
     ) -> StageShape:
         """The shape of one stage, from which its times and its memory follow.
 
@@ -197,6 +201,8 @@ class StageCosts:
           role: whether the stage holds the embedding or the head.
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations it holds; only memory depends on it.
+          recomputed: the layers that the checkpointing is for, of each kind; None: all.
+          logit_bytes: of a chunk of the loss; None: what the config says, or else the least.
         """
         train, optimizer = self._config.train, self._config.optimizer
         return StageShape(
@@ -214,6 +220,8 @@ class StageCosts:
             dtype=train.compute_dtype,
             param_dtype=train.param_dtype,
             checkpointing=settings.checkpointing,
+            recomputed=recomputed,
+            logit_bytes=logit_bytes or self._logit_bytes,
             kept=update_rules.kept(optimizer),
             is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
             attention=self._attention,
@@ -228,6 +236,7 @@ class StageCosts:
         settings: StepSettings,
         role: Role,
         blocks: Counts,
+        recomputed: Counts | None = None,
     ) -> StageTimes:
         """Predicted seconds of one stage. Each is worked out once.
 
@@ -238,11 +247,12 @@ class StageCosts:
           settings: microbatches and checkpointing of a step.
           role: whether the stage holds the embedding or the head.
           blocks: Transformer layers of the stage, of each kind.
+          recomputed: that of `shape`.
         """
         groups = tuple(placement.groups.get(axis) for axis in SENDING)
-        key = pool.kinds, groups, mesh, settings, role, blocks
+        key = pool.kinds, groups, mesh, settings, role, blocks, recomputed
         if key not in self._times:
-            shape = self.shape(mesh, settings, role, blocks)
+            shape = self.shape(mesh, settings, role, blocks, recomputed=recomputed)
             data, tensor, fsdp, context = groups
             self._times[key] = stage_times(
                 self._config.model, shape, pool.kinds, data, tensor, fsdp, context
@@ -348,6 +358,7 @@ class StageCosts:
         role: Role,
         blocks: Counts,
         in_flight: InFlight,
+        recomputed: Counts | None = None,
     ) -> float:
         """Predicted bytes on each device of a stage. Each is worked out once.
 
@@ -357,10 +368,11 @@ class StageCosts:
           role: whether the stage holds the embedding or the head.
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
+          recomputed: that of `shape`.
         """
-        key = mesh, settings, role, blocks, in_flight
+        key = mesh, settings, role, blocks, in_flight, recomputed
         if key not in self._bytes:
-            shape = self.shape(mesh, settings, role, blocks, in_flight)
+            shape = self.shape(mesh, settings, role, blocks, in_flight, recomputed)
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._bytes[key] = float(sum(items.values()))
         return self._bytes[key]

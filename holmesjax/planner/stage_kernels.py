@@ -1,4 +1,4 @@
-"""The kernels of attention and of the update in a plan's stages, by the run's own functions."""
+"""The kernels of a plan's stages, by the run's own functions, and the layers that compute again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ import numpy as np
 from holmesjax.config.update_rules import RULES
 from holmesjax.costs import work
 from holmesjax.costs.stage_times import attention_in_stage
-from holmesjax.planner.assembly import chunk_blocks, stage_seconds
-from holmesjax.planner.layer_ranges import add
+from holmesjax.planner.assembly import stage_layers, stage_seconds
 from holmesjax.planner.problem import Problem, roles
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import catalogue
@@ -36,8 +35,8 @@ def stage_attention(problem: Problem, candidate: Candidate) -> Iterator[StageKer
     assignment, settings = candidate.assignment, candidate.settings
     every_role = roles(len(assignment.layers))
     for i, (slot, role) in enumerate(zip(assignment.slots, every_role, strict=True)):
-        blocks = add(chunk_blocks(problem, candidate, i))
-        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks)
+        blocks, again = stage_layers(problem, candidate, i)
+        shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, recomputed=again)
         for kind in problem.pools[slot.pool].kinds:
             for choice, microbatch_s in attention_in_stage(
                 problem.config.model, shape, kind
@@ -47,6 +46,29 @@ def stage_attention(problem: Problem, candidate: Candidate) -> Iterator[StageKer
                     what=_what(choice, choice.implementation in CHECKED),
                     step_s=settings.microbatches * microbatch_s,
                 )
+
+
+def stage_recomputed(problem: Problem, candidate: Candidate) -> Iterator[StageKernel]:
+    """The layers of each stage that compute again, with the seconds that this takes."""
+    assignment, settings = candidate.assignment, candidate.settings
+    if settings.checkpointing == "none":
+        return
+    plain = settings._replace(checkpointing="none")
+    numbers = assignment.recomputed or assignment.layers
+    every = zip(assignment.slots, roles(len(numbers)), numbers, assignment.layers, strict=True)
+    for i, (slot, role, number, held) in enumerate(every):
+        stage, (blocks, again) = (
+            problem.stage(slot, settings, role),
+            stage_layers(problem, candidate, i),
+        )
+        without = problem.stage(slot, plain, role)
+        own, none = stage.seconds(blocks, False, again), without.seconds(blocks, False)
+        told = f"the first {number} of {held} layers" if number < held else f"all {held} layers"
+        yield StageKernel(
+            where=f"stage {i}, {settings.checkpointing}",
+            what=told if number else f"none of {held} layers",
+            step_s=settings.microbatches * (own.backward - none.backward),
+        )
 
 
 def stage_sequences(problem: Problem, candidate: Candidate) -> Iterator[StageKernel]:

@@ -31,9 +31,12 @@ def chunk_roles(role: Role, num_chunks: int) -> list[Role]:
 
 def stage_loads(problem: Problem, assignment: Assignment, settings: StepSettings) -> list[float]:
     """Seconds that each stage works for a microbatch, with layers in one chunk."""
-    ranges = problem.ranges.ranges(assignment.layers)
-    stages = zip(assignment.slots, roles(len(ranges)), ranges, strict=True)
-    return [problem.microbatch_s(slot, settings, role, blocks) for slot, role, blocks in stages]
+    layers = problem.layer_counts(assignment, 1)
+    found = []
+    for slot, role, (own, again) in zip(assignment.slots, roles(len(layers)), layers, strict=True):
+        first = None if again is None else add(again)
+        found.append(problem.microbatch_s(slot, settings, role, add(own), first))
+    return found
 
 
 def transfer_times(
@@ -153,7 +156,10 @@ class _AssignmentCosts:
     def __init__(self, problem: Problem, settings: StepSettings, order: TaskOrder):
         self._problem, self._settings, self._order = problem, settings, order
         self._stages: dict[tuple[Segment, ...], list[PricedStage]] = {}
-        self._held: dict[tuple[PricedStage, int, tuple[Counts, ...]], _StageRow | None] = {}
+        self._held: dict[
+            tuple[PricedStage, int, tuple[Counts, ...], tuple[Counts, ...] | None],
+            _StageRow | None,
+        ] = {}
         self._sending: dict[tuple[Segment, ...], tuple[np.ndarray, float]] = {}
 
     def of(self, assignment: Assignment) -> tuple[np.ndarray, np.ndarray] | None:
@@ -164,10 +170,10 @@ class _AssignmentCosts:
         problem, segments = self._problem, assignment.segments
         if segments not in self._stages:
             self._stages[segments] = problem.stages(assignment.slots, self._settings)
-        chunks = problem.ranges.chunks(assignment.layers, self._order.chunks)
+        layers = problem.layer_counts(assignment, self._order.chunks)
         once, tasks = [], []
-        for place, (stage, own) in enumerate(zip(self._stages[segments], chunks, strict=True)):
-            key = stage, place, own
+        for place, (stage, own) in enumerate(zip(self._stages[segments], layers, strict=True)):
+            key = stage, place, *own
             if key not in self._held:
                 self._held[key] = self._row(*key)
             if (row := self._held[key]) is None:
@@ -179,21 +185,29 @@ class _AssignmentCosts:
         return np.transpose(once), task_s
 
     def _row(
-        self, stage: PricedStage, place: int, chunks: tuple[Counts, ...]
+        self,
+        stage: PricedStage,
+        place: int,
+        chunks: tuple[Counts, ...],
+        again: tuple[Counts, ...] | None,
     ) -> "_StageRow | None":
         problem, order, settings = self._problem, self._order, self._settings
         blocks, is_split = add(chunks), order.splits_backward
+        recomputed = None if again is None else add(again)
         in_flight = problem.in_flight(order, place, sum(blocks))
-        if not problem.holds(stage, blocks, in_flight):
+        if not problem.holds(stage, blocks, in_flight, recomputed):
             return None
-        whole = stage.seconds(blocks, is_split)
+        whole = stage.seconds(blocks, is_split, recomputed)
         once_s = whole.reduce, whole.gather, whole.update
         if len(chunks) == 1:
             return _StageRow(once_s, [whole[:3]])
         own_roles = chunk_roles(stage.role, len(chunks))
         each = [problem.stage(stage.slot, settings, role) for role in own_roles]
-        both = zip(each, chunks, strict=True)
-        return _StageRow(once_s, [chunk.seconds(layers, is_split)[:3] for chunk, layers in both])
+        own = zip(each, chunks, again or [None] * len(chunks), strict=True)
+        task_s: list[tuple[float, ...]] = [
+            chunk.seconds(layers, is_split, first)[:3] for chunk, layers, first in own
+        ]
+        return _StageRow(once_s, task_s)
 
     def sending(self, assignment: Assignment) -> tuple[np.ndarray, float]:
         """Seconds to the next stage and back, [links, 2], and of tied tables."""

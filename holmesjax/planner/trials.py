@@ -81,7 +81,7 @@ class Trials:
         """Keeps the best of some assignments with the same schedule; None if memory holds none."""
         if not assignments:
             return None
-        num_tasks = 2 * order.num_stages * order.microbatches * order.chunks
+        num_tasks = order.num_tasks
         if any(
             self.problem.queues(assignment, settings, order.chunks) for assignment in assignments
         ):

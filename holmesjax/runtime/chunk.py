@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import KernelsConfig, ModelConfig
 from holmesjax.costs import work
+from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.layer_specs.kind import BatchArray, Kind, Parameter
 from holmesjax.layer_specs.model_layers import EMBED, auxiliary_names, import_object, layers
 from holmesjax.models import ops
@@ -262,12 +263,14 @@ class Chunk:
     @property
     def array_functions(self) -> ops.Kernels:
         """The implementations of array functions that its layers ask for."""
+        stage, _ = self.plan.chunks[self.index]
         return ops.Kernels(
             self.kernels,
             self.mesh,
             self.compute_dtype,
             self.unproven,
             sequence_parallel=self.sequence_parallel,
+            logit_bytes=self.plan.stages[stage].logit_bytes or LOGIT_BYTES,
         )
 
     @property

@@ -91,7 +91,8 @@ def _form(chunk: Chunk) -> Any:
     is_own = chunk.is_first or chunk.is_last or has_fixed or chunk.draws
     if is_own or chunk.optimizer.reads_names or chunk.rounds_params:
         return chunk.index
-    return chunk.mesh, tuple(chunk.kinds.values())
+    policies = map(chunk.plan.policy_of, chunk.layers)
+    return chunk.mesh, tuple(chunk.kinds.values()), tuple(policies)
 
 
 def _renamed(programs: Programs, chunk: Chunk) -> Programs:

@@ -97,7 +97,7 @@ def apply(
         learned_L = _on_replica(chunk, ops.to_parts(in_documents_BL, kernels))
     values: Values = {}
     weighted: jax.Array | None = None
-    functions: dict[Kind, Callable] = {}
+    functions: dict[tuple[Kind, str], Callable] = {}
     trained, names = dict(params), list(chunk.kinds)
     for layer, later, kind in zip(names, [*names[1:], None], chunk.kinds.values(), strict=True):
         cut = kernels.sequence_cut if kind.cuts_sequences else None
@@ -119,10 +119,11 @@ def apply(
             key_Bk=keys_of(chunk.seed, layer, sequence_B) if kind.draws else None,
             trains=sequence_B[0] >= 0 if kind.draws else None,
         )
-        if kind not in functions:
-            functions[kind] = _function(chunk, kind, of_own)
+        policy = chunk.plan.policy_of(layer)
+        if (kind, policy) not in functions:
+            functions[kind, policy] = _function(chunk, kind, of_own, policy)
         auxiliary: Auxiliary
-        x_BLD, auxiliary = functions[kind](own, differentiated, x_BLD, context)
+        x_BLD, auxiliary = functions[kind, policy](own, differentiated, x_BLD, context)
         for name, weight in kind.losses:
             loss = weight * auxiliary.losses[name].astype(jnp.float32)
             weighted = loss if weighted is None else weighted + loss
@@ -151,15 +152,15 @@ def _parameters(chunk: Chunk, layer: str, params: Tree, fixed: Tree) -> tuple[Tr
     return own, of_own
 
 
-def _function(chunk: Chunk, kind: Kind, statements: Tree) -> Callable:
-    """The function that computes the layers of a kind here.
+def _function(chunk: Chunk, kind: Kind, statements: Tree, policy: str) -> Callable:
+    """The function that computes the layers of a kind with a policy of checkpointing here.
 
     JAX traces, differentiates and lowers it once, however many layers call it. XLA puts it in the
     place of each call, so it compiles what it would compile without.
     """
+    run = _gathered(chunk, statements, function_of(kind), policy)
     if kind.place != "middle":
-        return _gathered(chunk, statements, function_of(kind), "none")
-    run = _gathered(chunk, statements, function_of(kind), chunk.plan.activation_checkpointing)
+        return run
     # A backward is divided by its equations: there each layer has its own.
     return jax.jit(run, inline=chunk.plan.order.splits_backward)
 
@@ -234,7 +235,7 @@ def _reduces_in_order(chunk: Chunk) -> bool:
     """
     if chunk.plan.order.splits_backward:
         return False
-    computes_again = chunk.plan.activation_checkpointing == "full"
+    computes_again = "full" in map(chunk.plan.policy_of, chunk.kinds)
     return chunk.num_parts > 1 or (computes_again and chunk.mesh.shape[Axis.TENSOR] > 1)
 
 

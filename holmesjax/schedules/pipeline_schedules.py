@@ -130,6 +130,11 @@ class TaskOrder(NamedTuple):
     def chooses_in_flight(self) -> bool:
         return SCHEDULES[self.schedule].chooses_in_flight
 
+    @property
+    def num_tasks(self) -> int:
+        """The forwards and backwards of a step."""
+        return 2 * self.num_stages * self.microbatches * self.chunks
+
     def tasks(self) -> tuple[tuple[Task, ...], ...]:
         """The tasks of every stage."""
         own, name = SCHEDULES[self.schedule], self.schedule

@@ -234,6 +234,36 @@ would tie the gradients of their weights back to B
   found: dots
   fix: use none, or set parallel.schedule to 1f1b
 
+parallel.schedule=zero_bubble parallel.recomputed_layers=[1,0]
+parallel.recomputed_layers: must all be 0 for schedule zero_bubble
+  found: [1, 0]
+  fix: use 0, or set parallel.schedule to 1f1b
+
+parallel.recomputed_layers=[4,3]
+parallel.recomputed_layers: must sum to model.num_layers = 6 at most
+  found: 4 + 3 = 7
+  fix: give smaller numbers
+
+parallel.recomputed_layers=[1,0] parallel.stages=3
+parallel.recomputed_layers: must have one for each of parallel.stages = 3 stages
+  found: [1, 0]: 2 numbers
+  fix: give 3 numbers, or set parallel.stages to 2
+
+parallel.recomputed_layers=[3,0] parallel.layers=[2,4]
+parallel.recomputed_layers: must each be at most the number in parallel.layers = [2, 4]
+  found: [3, 0]
+  fix: give smaller numbers
+
+parallel.recomputed_layers=[3,0] parallel.activation_checkpointing=none
+parallel.recomputed_layers: must all be 0 where parallel.activation_checkpointing is none
+  found: [3, 0]
+  fix: set parallel.activation_checkpointing to dots or full, or leave one of the two out
+
+parallel.recomputed_layers=[1,0] parallel.clusters=[a]
+parallel.recomputed_layers: must have one for each of parallel.clusters = ['a']
+  found: [1, 0]
+  fix: give 1 numbers, or leave one of the two out
+
 parallel.tensor=8
 model.num_heads: must be a multiple of parallel.tensor = 8
   found: 4

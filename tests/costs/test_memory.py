@@ -325,27 +325,34 @@ def test_scales_that_devices_share_count_on_each_of_them(data, fsdp, tensor):
 
 
 @pytest.mark.parametrize(
-    "variant, checkpointing, data",
+    "variant, checkpointing, data, recomputed",
     [
-        ("gpt2", "none", 2),
-        pytest.param("llama", "dots", 1, marks=pytest.mark.exhaustive),
-        ("llama", "full", 1),
+        ("gpt2", "none", 2, ()),
+        pytest.param("llama", "dots", 1, (), marks=pytest.mark.exhaustive),
+        ("llama", "full", 1, (1, 1)),  # of two layers and of one
     ],
 )
-def test_compiled_programs_take_and_give_what_the_memory_says(variant, checkpointing, data):
+def test_compiled_programs_take_and_give_what_the_memory_says(
+    variant, checkpointing, data, recomputed
+):
     """And work in place. What they need besides is XLA's own matter on a CPU."""
     model = dataclasses.replace(MODELS[variant], context_length=256)
-    plan = hand_made_plan((1, 1), data, 1, microbatches=2, checkpointing=checkpointing)
+    split = (2, 1) if recomputed else (1, 1)
+    plan = hand_made_plan(
+        split, data, 1, microbatches=2, checkpointing=checkpointing, recomputed=recomputed
+    )
+    model = dataclasses.replace(model, num_layers=sum(split))
     sequences = plan.global_batch // 2 // data
     for i, programs in enumerate(compile_chunks(make_chunks(model, plan))):
         stage = dataclasses.replace(
             SHAPE,
-            blocks=(1,),
+            blocks=(split[i],),
             is_first=i == 0,
             is_last=i == 1,
             data=data,
             sequences=sequences,
             checkpointing=checkpointing,
+            recomputed=(recomputed[i],) if recomputed else None,
         )
         items = memory.stage_memory_bytes(model, stage)
         ways = {name: items[name] for name in ("replicas", "gradients", "parameters", "optimizer")}

@@ -130,10 +130,10 @@ def test_rotary_turns_pairs_and_keeps_distances():
 def test_many_logits_are_cut_into_chunks():
     """By default where a device's float32 logits take more than half a GiB, and that saves some."""
 
-    def chunks(asked, B, L, D, mesh=None, vocab_size=128_256):
+    def chunks(asked, B, L, D, mesh=None, vocab_size=128_256, **more):
         x_BLD = jax.ShapeDtypeStruct((B, L, D), jnp.bfloat16)
         config = KernelsConfig(cross_entropy=asked)
-        return ops.Kernels(config, mesh).logit_chunks(x_BLD, vocab_size)
+        return ops.Kernels(config, mesh, **more).logit_chunks(x_BLD, vocab_size)
 
     assert chunks("auto", 4, 4096, 4096) == 16
     assert chunks("auto", 1, 1024, 64) == chunks("reference", 4, 4096, 4096) == 1
@@ -142,6 +142,7 @@ def test_many_logits_are_cut_into_chunks():
     assert chunks("chunked", 2, 1, 8, vocab_size=256) == 1
     mesh = Mesh(first_devices(8).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     assert chunks("auto", 4, 4096, 2048, mesh) == 4
+    assert chunks("auto", 4, 4096, 2048, mesh, logit_bytes=2**30) == 2
 
 
 SPECS = [

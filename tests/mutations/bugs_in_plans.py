@@ -4,6 +4,14 @@ from tests.mutations.bug import Bug
 
 PLANS = (
     Bug(
+        name="all-layers-again",
+        module="holmesjax.planner.recomputation",
+        old="return 0 if holds(0) else bisect.bisect_left(range(most), True, lo=1, key=holds)",
+        new="return 0 if holds(0) else most",
+        wrong="a stage that has to compute any layer again computes all of them again",
+        tests=("tests/planner/test_recomputation.py",),
+    ),
+    Bug(
         name="fastest-transport",
         module="holmesjax.topology.machines",
         old="most = processes * min(map(self.transport_bytes_per_s, ends))",

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
-from holmesjax.config import DistributedConfig
+from holmesjax.config import DistributedConfig, KernelsConfig
 from holmesjax.costs.stage_times import OVERLAP_SLOWDOWN
 from holmesjax.layer_specs.model_layers import layer_names
 from holmesjax.parallel import sharding
+from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis, Plan, describe
 from holmesjax.plan.processes import make_processes
 from holmesjax.planner.planner import make_plan
@@ -23,6 +24,7 @@ from holmesjax.topology.machines import Link, Measured
 from holmesjax.transport import routes
 from holmesjax.transport.crossings import Crossing
 from tests.clusters import (
+    GIB,
     PLANS,
     QUARTERS,
     chosen_plan,
@@ -35,6 +37,7 @@ from tests.clusters import (
     split_of,
     two_clusters,
 )
+from tests.hand_made_plans import make_chunks
 
 
 def test_the_slow_cluster_gets_fewer_layers():
@@ -338,6 +341,35 @@ def test_of_more_devices_than_are_needed_the_rest_stays_idle_in_whole_groups():
 def test_stages_may_have_different_numbers_of_replicas():
     plan = PLANS["uneven_nodes"]()
     assert [stage.mesh[Axis.DATA] for stage in plan.stages] == [6, 3]
+
+
+def test_chunks_of_the_loss_are_as_large_as_the_plan_leaves_room():
+    model = {"num_layers": 1, "width": 64, "vocab_size": 32_000, "context_length": 4096}
+    sizes = {"stages": 1, "microbatches": 1, "activation_checkpointing": "none", "tensor": 1}
+    config = make_config(model=model, train={"global_batch": 16}, **sizes)
+    held_bytes = {}
+    for mib in (512, 1024, 2048):  # what the run asks for is taken
+        asked = dataclasses.replace(config, kernels=KernelsConfig(loss_chunk_mib=mib))
+        [stage] = make_plan(asked, one_device(80.0)).stages
+        assert stage.logit_bytes == mib * 2**20
+        held_bytes[mib] = sum(stage.memory_bytes.values())
+    # By hand: 4 + 2 bytes of each logit of a chunk. The 7.8 GiB of logits make 16, 8 or 4 chunks.
+    logits_bytes = (4 + 2) * 16 * 4096 * 32_000
+    assert held_bytes[1024] - held_bytes[512] == pytest.approx(logits_bytes * (1 / 8 - 1 / 16))
+    assert held_bytes[2048] - held_bytes[1024] == pytest.approx(logits_bytes * (1 / 4 - 1 / 8))
+    for mib, found in ((512, None), (1024, 2**30), (2048, 2**31)):
+        gib = 1.001 * held_bytes[mib] / USABLE_MEMORY / GIB
+        plan = make_plan(config, one_device(gib))
+        [stage] = plan.stages
+        assert stage.logit_bytes == found
+        assert Plan.from_json(plan.to_json()) == plan
+    assert "the loss has 2 GiB of logits at a time" in "\n".join(describe(plan))
+    [chunk] = make_chunks(config.model, plan)
+    assert chunk.array_functions.logit_bytes == 2**31
+
+
+def one_device(memory_gib):
+    return make_topology(make_cluster("a", "roce", (1,), memory_gib=memory_gib))
 
 
 def test_fsdp_takes_devices_from_data_and_is_shown():

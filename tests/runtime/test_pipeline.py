@@ -15,7 +15,7 @@ import pytest
 
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.planner import make_plan
-from holmesjax.runtime import microbatch, pipeline, whole_step
+from holmesjax.runtime import compilation, microbatch, pipeline, whole_step
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.in_flight import MOST, TasksAhead
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
@@ -357,3 +357,13 @@ def test_what_crosses_the_link_is_counted():
     clock.close()
     activations = plan.global_batch * model.context_length * model.width * 4
     assert runner.take_link_bytes() == {"c0 -> c1": activations, "c1 -> c0": activations}
+
+
+@pytest.mark.parametrize("recomputed, equal", [((2, 0), False), ((3, 0), True)])
+def test_chunks_share_programs_only_where_the_same_layers_compute_again(recomputed, equal):
+    sizes = {"schedule": "interleaved_1f1b", "chunks": 3, "microbatches": 2}
+    plan = hand_made_plan((3, 3), 1, 1, checkpointing="full", recomputed=recomputed, **sizes)
+    chunks = make_chunks(make_model(num_layers=6), plan)
+    # The second and the third chunk of the first stage; the ends of the model have their own.
+    second, third = (compilation._form(chunks[index]) for index in (2, 4))
+    assert (second == third) == equal

@@ -14,10 +14,13 @@ from tests.one_device import MICROBATCH, SEED, check, step_inputs, steps, summed
 from tests.whole_steps import PARAMETERS, ROWS, Row, compiled, runner
 
 # What cannot occur together: one stage has no other, the second part of a divided backward would
-# compute layers again, and each stage of an interleaved schedule has several microbatches.
+# compute layers again, without checkpointing none is, and each stage of an interleaved schedule has
+# several microbatches.
 NEVER = {
     *((("cut", "one program"), (axis, "unequal")) for axis in ("data", "fsdp")),
     *((("cut", "zero_bubble"), ("checkpointing", policy)) for policy in ("dots", "full")),
+    (("cut", "zero_bubble"), ("computed again", "some layers")),
+    (("checkpointing", "none"), ("computed again", "some layers")),
     (("cut", "interleaved_1f1b"), ("microbatches", "one")),
 }
 
