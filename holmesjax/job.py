@@ -63,6 +63,11 @@ class Job:
     def run_dir(self) -> Path:
         return Path(self.config.run.dir)
 
+    @property
+    def generating(self) -> "Job":
+        """The run with the plan that generates text: with islands, that of the first."""
+        return dataclasses.replace(self, plan=self.plan.pipelines[0])
+
     def about(self, restart: int) -> dict[str, Any]:
         """Returns the values that all processes of attempt number `restart` must have in common."""
         model = self.config.model

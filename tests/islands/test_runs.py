@@ -11,7 +11,6 @@ from holmesjax.checkpoints import manifest
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
-from holmesjax.plan.processes import make_processes
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
@@ -95,9 +94,9 @@ class Rows:
 def test_islands_share_the_batches_of_a_run_without():
     config = job.load(RUN, {**SMALL, "train.eval_every": 2, "train.eval_batches": 2}).config
     batches = read_batches(config)
-    placer = IslandsPlacer([Rows(), Rows()])
+    placer = IslandsPlacer({0: Rows(), 1: Rows()}, 2)
     for what in (Step(32, 16), Validation(0), Validation(1)):
-        parts = placer.make(batches, what).parts
+        parts = list(placer.make(batches, what).parts.values())
         whole = Rows().make(batches, what)
         assert [len(part.token_NL) for part in parts] == [8, 8]
         tokens = np.concatenate([part.token_NL for part in parts])
@@ -149,9 +148,3 @@ def test_what_islands_cannot_have_is_refused(message):
     where, _, problem = message.partition(": ")
     assert where in str(caught.value)
     assert problem in str(caught.value)
-
-
-def test_processes_are_refused():
-    planned = job.load(RUN, {**SMALL, **ISLANDS})
-    with pytest.raises(HolmesError, match="runs in one process so far"):
-        make_processes(planned.plan, planned.topology, "node")
