@@ -401,7 +401,7 @@ class ProcessEvent(NamedTuple):
 
 # fmt: off
 FROM_MEMBER = by_kind(
-    Ready, Compiled, Files, Up, Vote, Measurements, Saved, Unsaved, Failed, Stop, Done,
+    Ready, Compiled, Files, Up, Vote, Measurements, Met, Saved, Unsaved, Failed, Stop, Done,
     AskAddresses, AskClock, Beat, Bye, TextPiece, Continued,
 )
 FROM_CONTROLLER = by_kind(
