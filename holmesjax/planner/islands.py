@@ -36,15 +36,15 @@ def plan_islands(
 
     Raises PlanError where clusters cannot be these islands, or where an island has no plan.
     """
-    names = _clusters_of(config, topology)
+    names = clusters_of(config, topology)
     _refuse_untrained_changes(config)
     every, count = config.parallel.meets_every, len(names)
-    own = _own_config(config, count)
+    own = own_config(config, count)
     sizes = _sizes(config)
     owner = owners(sizes, count)
     islands = []
     for k, clusters in enumerate(names):
-        found = _on(topology, plan_one(own, _part_of(topology, clusters)), clusters)
+        found = _on(topology, plan_one(own, part_of(topology, clusters)), clusters)
         _refuse_shared_table(config, found, k)
         owned = {name for name, island in owner.items() if island == k}
         stages = tuple(_with_outer(stage, owned, sizes) for stage in found.stages)
@@ -69,7 +69,8 @@ def plan_islands(
     )
 
 
-def _clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ...]:
+def clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ...]:
+    """The clusters of each island. Raises PlanError where they cannot be islands of this run."""
     known = [cluster.name for cluster in topology.clusters]
     names = config.parallel.islands or tuple((name,) for name in known)
     for name in (name for island in names for name in island):
@@ -108,10 +109,9 @@ def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
         )
 
 
-def _own_config(config: Config, count: int) -> Config:
+def own_config(config: Config, count: int) -> Config:
     """The config of one island: a part of the batch, on one pipeline."""
     part = replace(config.train, global_batch=config.train.global_batch // count)
-    parallel = replace(config.parallel, across="pipeline", islands=None, every=None, outer=None)
     # Steps and tokens count for all islands together: no island has a schedule of its own.
     optimizer = replace(
         config.optimizer,
@@ -122,10 +122,17 @@ def _own_config(config: Config, count: int) -> Config:
         decay_steps=None,
         decay_tokens=None,
     )
-    return replace(config, train=part, parallel=parallel, optimizer=optimizer)
+    return replace(without_islands(config), train=part, optimizer=optimizer)
 
 
-def _part_of(topology: Topology, clusters: Sequence[str]) -> Topology:
+def without_islands(config: Config) -> Config:
+    """The same run as one pipeline."""
+    parallel = replace(config.parallel, across="pipeline", islands=None, every=None, outer=None)
+    return replace(config, parallel=parallel)
+
+
+def part_of(topology: Topology, clusters: Sequence[str]) -> Topology:
+    """The topology with these clusters alone."""
     for cluster in topology.clusters:
         if cluster.name not in clusters:
             topology = upgrades.without_cluster(topology, cluster.name)

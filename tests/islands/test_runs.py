@@ -11,6 +11,7 @@ from holmesjax.checkpoints import manifest
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
+from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
@@ -119,6 +120,28 @@ def test_the_plan_says_islands_bytes_and_seconds():
     assert plan.step_time_s == pytest.approx(slowest_s + least_s / 2)
     with pytest.raises(HolmesError, match="meeting must have the bytes of each island"):
         Plan.from_json(dataclasses.replace(plan, meeting=None).to_json())
+
+
+def test_islands_are_explained_beside_a_pipeline():
+    """The ways are what plans of their own say."""
+    planned = job.load(RUN, {**SMALL, **ISLANDS})
+    found = explain_run(planned.config, planned.topology)
+    own, often, *_, pipeline = found.ways
+    plans = {
+        own: planned.plan,
+        often: job.load(RUN, {**SMALL, **ISLANDS, "parallel.every": 1}).plan,
+        pipeline: job.load(RUN, SMALL).plan,
+    }
+    for way, plan in plans.items():
+        assert way.step_s == pytest.approx(plan.step_time_s)
+    assert own.sent_bytes == max(planned.plan.meeting.bytes) / 2 == often.sent_bytes / 2
+    assert pipeline.sent_bytes == plans[pipeline].boundary_bytes * plans[pipeline].microbatches
+    islands = planned.plan.islands
+    steps_s = [explanation.step_s for explanation in found.islands]
+    assert steps_s == pytest.approx([island.step_time_s for island in islands])
+    text = "\n".join(describe_run(found))
+    for words in ("islands that meet in every step", "a pipeline over the links", "island 1: roce"):
+        assert words in text
 
 
 REFUSED = {
