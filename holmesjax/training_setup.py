@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax.checkpoints import restoring, writing
+from holmesjax.checkpoints import island_states, restoring, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import Config, TrainConfig
 from holmesjax.config.data_checks import packs
@@ -142,6 +142,7 @@ def make_chunks(
     config = job.config
     stated = statements(config.model)
     tokens = step_tokens(config.train, config.model.context_length)
+    islands = island_states.clusters_of(job.plan)
     return [
         Chunk(
             model=config.model,
@@ -162,6 +163,7 @@ def make_chunks(
             unproven=unproven,
             island=place.island,
             before=place.before,
+            islands=islands,
         )
         for place in _places(job.plan)
         if place.stage in meshes

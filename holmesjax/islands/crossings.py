@@ -1,6 +1,5 @@
 """What crosses in a meeting of islands, as crossings of the transport of boundaries."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from holmesjax.errors import PlanError
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models.layer import split_trained, statements
 from holmesjax.parallel import sharding
-from holmesjax.plan.outer_rule import owners
+from holmesjax.plan.outer_rule import owner_of
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.chunk import Chunk
@@ -37,12 +36,6 @@ def link(source: int, target: int) -> str:
 def trained(model: ModelConfig) -> dict[str, Parameter]:
     """The statements of all parameters that train, by layer and name: "block_000.up_DF"."""
     return flatten(split_trained(statements(model))[0])
-
-
-def owner_of(model: ModelConfig, num_islands: int) -> dict[str, int]:
-    """The island that owns each parameter."""
-    sizes = {name: math.prod(own.shape) for name, own in trained(model).items()}
-    return owners(sizes, num_islands)
 
 
 def first_stages(plan: Plan) -> list[int]:

@@ -18,8 +18,8 @@ from holmesjax.checkpoints import digests
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.islands.agreement import Digests, compare
-from holmesjax.islands.crossings import from_owner, link, owner_of, to_owner
-from holmesjax.plan.outer_rule import outer_step
+from holmesjax.islands.crossings import from_owner, link, to_owner
+from holmesjax.plan.outer_rule import outer_step, owner_of
 from holmesjax.runtime.chunk import Chunk, ChunkState, Outer, Tree, kept_leaves
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.local import LocalTransport, Transport

@@ -4,14 +4,13 @@ The settings of `parallel` that pin a plan hold for each island. What islands ke
 meetings is counted when each has its plan, and one that it does not fit is refused.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holmesjax.config import Config
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.outer_rule import meeting_bytes, owners
+from holmesjax.plan.outer_rule import meeting_bytes, owners, trained_sizes
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
@@ -40,7 +39,7 @@ def plan_islands(
     _refuse_untrained_changes(config)
     every, count = config.parallel.meets_every, len(names)
     own = own_config(config, count)
-    sizes = _sizes(config)
+    sizes = trained_sizes(config.model)
     owner = owners(sizes, count)
     islands = []
     for k, clusters in enumerate(names):
@@ -148,16 +147,6 @@ def _on(topology: Topology, plan: Plan, clusters: Sequence[str]) -> Plan:
         for stage in plan.stages
     )
     return replace(plan, stages=stages)
-
-
-def _sizes(config: Config) -> dict[str, int]:
-    """Numbers of each parameter that trains, by layer and name."""
-    return {
-        ".".join((layer, *parameter.path)): math.prod(parameter.shape)
-        for layer, kind in layers(config.model).items()
-        for parameter in kind.parameters
-        if parameter.trains
-    }
 
 
 def _with_outer(stage: StagePlan, owned: set[str], sizes: dict[str, int]) -> StagePlan:

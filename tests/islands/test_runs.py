@@ -2,12 +2,16 @@
 
 import dataclasses
 import io
+import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from holmesjax import Trainer, job
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, restoring
+from holmesjax.checkpoints.restoring import flatten
+from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
@@ -15,6 +19,7 @@ from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
+from tests.islands.test_meeting import diloco
 
 RUN = "configs/runs/quickstart.yaml"
 SMALL = {
@@ -67,11 +72,7 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     between = saved(tmp_path / "cut", 3)
     table = "params.embed.token_VD"
     assert between[f"island_0.{table}"] != between[f"island_1.{table}"]
-    with pytest.raises(HolmesError, match="is of another set of islands"):
-        trainer(tmp_path / "cut").run()
-    narrow = {**ISLANDS, "train.eval_every": 4, "optimizer.moments": "int8"}
-    with pytest.raises(HolmesError, match="or other moments, so far"):
-        trainer(tmp_path / "cut", **narrow).run()
+    shutil.copytree(tmp_path / "cut", tmp_path / "others")
     Trainer(tmp_path / "cut", stream=io.StringIO()).run()
     assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
     ends = [run.history[-1] for run in (whole, cut)]
@@ -81,6 +82,44 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
         assert end[name] == end[f"island_0.{name}"] == end[f"island_1.{name}"]
     assert main(["generate", str(tmp_path / "whole"), "--prompt", "a", "--max-tokens", "2"]) == 0
     capsys.readouterr()
+    go_on_with_others(tmp_path / "others")
+
+
+def go_on_with_others(folder):
+    """A pipeline goes on where two islands were between meetings, and then one island does.
+
+    The pipeline begins with the weights of a meeting, and with the mean of the moments.
+    """
+    islands = arrays_of(folder, 3)
+    one = trainer(folder, **{"train.steps": 4, "checkpoint.every": 1})
+    one.start()
+    for name, x in flatten(one.params).items():
+        own = [islands[f"island_{k}.params.{name}"] for k in (0, 1)]
+        outer = islands[f"params.{name}"], islands[f"outer.momentum.{name}"]
+        wide = [array.astype(np.float64) for array in outer]
+        np.testing.assert_allclose(x, diloco(OuterConfig(), own, *wide)[0], rtol=0, atol=1e-6)
+    for name, x in flatten(one.opt_state).items():
+        own = [islands[f"island_{k}.opt_state.{name}"] for k in (0, 1)]
+        mean = own[0] if own[0].dtype == np.int32 else np.mean(own, axis=0, dtype=np.float64)
+        np.testing.assert_allclose(x, mean, rtol=1e-6)
+    one.run()
+    said = one._stream.getvalue()
+    for words in (
+        "begin with the global weights, for which they meet once more",
+        "the pipeline goes on with the mean of the moments of (ib), (roce)",
+    ):
+        assert words in said
+    alone = {**ISLANDS, "parallel.islands": [["ib", "roce"]], "train.steps": 5}
+    trainer(folder, **alone).run()
+    assert "island_0.params.embed.token_VD" in saved(folder)
+
+
+def arrays_of(run_dir, step):
+    """All arrays of a checkpoint, by name."""
+    checkpoint = manifest.at(manifest.folder_of(run_dir, step))
+    shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
+    shapes = {name: shape(own) for name, own in checkpoint.manifest["arrays"].items()}
+    return restoring._restore_tree(checkpoint, shapes)
 
 
 class Rows:
