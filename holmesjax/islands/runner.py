@@ -270,6 +270,4 @@ def make_islands(
         islands[k] = Island(runner, len(own), firsts[k])
     count = len(plan.islands)
     meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told)
-    return IslandsRunner(
-        islands, count, meeting, lambda step: meets(step, every, steps), waits_for
-    )
+    return IslandsRunner(islands, count, meeting, lambda step: meets(step, every, steps), waits_for)

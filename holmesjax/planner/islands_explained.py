@@ -5,7 +5,7 @@ Times are for equal tokens. What islands cost in loss for equal tokens is not in
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from holmesjax.config import Config
@@ -111,7 +111,9 @@ def describe_run(explanation: Explanation | IslandsExplanation) -> list[str]:
             numbers = (show(way.step_s, "s"), rate, *sent)
         rows.append((way.what, *numbers))
     lines = ["islands and a pipeline, side by side", *(f"  {line}" for line in aligned(rows))]
-    lines.append("  for equal tokens; islands train otherwise: their loss grows with parallel.every")
+    lines.append(
+        "  for equal tokens; islands train otherwise: their loss grows with parallel.every"
+    )
     for number, own in enumerate(explanation.islands):
         lines.append(f"island {number}: {', '.join(explanation.clusters[number])}")
         lines += [f"  {line}" for line in describe(own)]

@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from holmesjax import Trainer, job
-from holmesjax.checkpoints import manifest, restoring
+from holmesjax.checkpoints import island_states, manifest, restoring
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
@@ -120,6 +121,16 @@ def arrays_of(run_dir, step):
     shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
     shapes = {name: shape(own) for name, own in checkpoint.manifest["arrays"].items()}
     return restoring._restore_tree(checkpoint, shapes)
+
+
+@pytest.mark.parametrize("odd", [None, "island_0.params.a", "island_1.params.b"])
+def test_islands_are_between_meetings_where_one_has_other_weights(odd):
+    names = [f"{where}params.{x}" for where in ("", "island_0.", "island_1.") for x in "ab"]
+    arrays = {name: {"digest": name[-1] + "*" * (name == odd)} for name in names}
+    checkpoint = SimpleNamespace(
+        manifest={"arrays": arrays}, settings={"parallel": {"islands": [["x"], ["y"]]}}
+    )
+    assert island_states.is_between_meetings(checkpoint) == (odd is not None)
 
 
 class Rows:
