@@ -120,7 +120,7 @@ def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
 
 
 def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
-    """The state of a chunk from what islands have written; `island_states` says what it goes on with.
+    """The state of a chunk from what islands have written, by the rules of `island_states`.
 
     An island of the same set goes on exactly. Others begin with the global weights, for which the
     old islands meet once more where they were between two meetings.
