@@ -14,18 +14,11 @@ from holmesjax.islands.agreement import Agreement, Digests
 from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meeting_bytes, outer_step
 from holmesjax.runtime.chunk import ChunkState
+from tests.diloco import diloco
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 CUTS = [((2, 2), 1, 1), ((4,), 2, 1), ((1, 3), 1, (1, 2))]  # of each island: unlike ones
 NESTEROV, HEAVY_BALL = OuterConfig(), OuterConfig(rate=0.5, momentum=0.6, nesterov=False)
-
-
-def diloco(outer, of_islands, weights, momentum):
-    """The rule as papers and PyTorch's SGD have it, in float64."""
-    gradient = weights - np.mean([own.astype(np.float64) for own in of_islands], axis=0)
-    momentum = outer.momentum * momentum + gradient
-    step = gradient + outer.momentum * momentum if outer.nesterov else momentum
-    return weights - outer.rate * step, momentum
 
 
 @pytest.mark.parametrize("outer", [NESTEROV, HEAVY_BALL])

@@ -20,7 +20,7 @@ from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
-from tests.islands.test_meeting import diloco
+from tests.diloco import diloco
 
 RUN = "configs/runs/quickstart.yaml"
 SMALL = {
