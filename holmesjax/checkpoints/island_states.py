@@ -1,4 +1,4 @@
-"""What islands have written, and who goes on with it: the same islands, others, or a pipeline.
+"""The states that islands have written, and who goes on with them: islands, or a pipeline.
 
 An island goes on with the moments of the islands that share a cluster with it, or with those of all
 where none does: their mean where there are several. A pipeline goes on with the mean of all. No

@@ -148,7 +148,7 @@ def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
 
 
 def _owned(chunk: Chunk, tree: Any) -> Any:
-    """What a chunk's island owns of a tree of parameters; nothing where it is of no island."""
+    """The parameters of a tree that a chunk's island owns; none where it is of no island."""
     owner = owner_of(chunk.model, max(len(chunk.islands), 1))
     return kept_leaves(tree, lambda name: owner[name] == chunk.island)
 

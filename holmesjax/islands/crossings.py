@@ -1,4 +1,4 @@
-"""What crosses in a meeting of islands, as crossings of the transport of boundaries."""
+"""The crossings of meetings of islands, for the transport of boundaries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

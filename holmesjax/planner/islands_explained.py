@@ -1,4 +1,4 @@
-"""What `launch plan --explain` says of islands: their meetings beside a pipeline, and each island.
+"""The words of `launch plan --explain` about islands: meetings beside a pipeline, and each island.
 
 Times are for equal tokens. What islands cost in loss for equal tokens is not in them.
 """

@@ -31,7 +31,7 @@ MEANS = ("loss", "grad_norm", "learning_rate")  # over islands
 
 
 def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
-    """What all processes know of a step: of islands the means, as one process has them.
+    """All that processes know of a step: of islands the means, as one process has them.
 
     >>> known_of([{"loss": 2.0, "skipped": False, "island": 0}, {"val_loss": 5.0, "island": 0},
     ...           {"loss": 4.0, "skipped": True, "island": 1}])

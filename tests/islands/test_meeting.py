@@ -130,7 +130,7 @@ def test_an_island_with_other_bits_is_named(monkeypatch, odd):
 
 
 def test_stages_agree_once_all_have_told():
-    """Of three stages the first two are an island; a parameter of the last has flipped."""
+    """The first two of three stages are an island; a parameter of the last has flipped."""
     agreement = Agreement((0, 0, 1))
     stages = [Digests({"a": "1"}, {}), Digests({"b": "2"}, {"b": "2"})]
     for step, digest in ((2, "1"), (4, "7")):
