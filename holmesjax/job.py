@@ -64,6 +64,11 @@ class Job:
         """The folder in which the run works, on this machine."""
         return places.folder_of(self.config.run.dir)
 
+    @property
+    def generating(self) -> "Job":
+        """The run with the plan that generates text: with islands, that of the first."""
+        return dataclasses.replace(self, plan=self.plan.pipelines[0])
+
     def about(self, restart: int) -> dict[str, Any]:
         """Returns the values that all processes of attempt number `restart` must have in common."""
         model = self.config.model

@@ -84,6 +84,7 @@ class TrainingLoop:
       compile_s: for which this process compiled its programs, before the first step.
       callbacks: the user's.
       tells_at_once: asked after each step whether to wait for its numbers and tell of it then.
+      stage_names: of the stages whose squared norms the runner gives, in their order.
     """
 
     config: Config
@@ -102,6 +103,7 @@ class TrainingLoop:
     vote: Callable[[], None] = lambda: None
     callbacks: Callbacks = field(default_factory=Callbacks)
     tells_at_once: Callable[[], bool] = lambda: False
+    stage_names: Sequence[str] = ("stage 0",)
     # Of the stages that are here, after the last step that was dispatched. Nothing else refers to
     # them: a step takes their memory.
     states: Sequence[ChunkState] = field(default=(), init=False)
@@ -291,7 +293,8 @@ class TrainingLoop:
         if self._num_skipped < self.config.train.max_skipped:
             return
         norms = np.atleast_1d(np.asarray(metrics.get("square_norms", report["grad_norm"])))
-        where = ", ".join(f"stage {s}" for s, norm in enumerate(norms) if not math.isfinite(norm))
+        named = zip(self.stage_names, norms, strict=True)
+        where = ", ".join(name for name, norm in named if not math.isfinite(norm))
         raise FatalError(
             f"step {report['step']}, {where}",
             f"the gradient is not finite, for {self._num_skipped} steps in a row",

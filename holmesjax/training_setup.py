@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from holmesjax.checkpoints import restoring, writing
+from holmesjax.checkpoints import island_states, restoring, writing
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import Config, TrainConfig
 from holmesjax.config.data_checks import packs
@@ -19,6 +20,7 @@ from holmesjax.data import cluster_paths, sources
 from holmesjax.data.batches import INPUTS, Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import DataError
+from holmesjax.islands.agreement import Digests
 from holmesjax.islands.runner import IslandsRunner, make_islands
 from holmesjax.job import Job
 from holmesjax.layer_specs.kind import BatchArray
@@ -70,12 +72,12 @@ class TrainingSetup:
         connect: Callable[[], Transport] | None = None,
         compiled: Callable[[], None] = lambda: None,
         waits_for: Callable[[str], None] = lambda text: None,
+        told: Callable[[int, Digests], None] | None = None,
     ) -> Runner:
-        """Compiles the chunks; the arguments are those of `make_runner`."""
+        """Compiles the chunks; the arguments are those of `make_runner` and of `make_islands`."""
         train, began_s = self._job.config.train, time.perf_counter()
-        make = functools.partial(
-            make_islands, parallel=self._job.config.parallel, steps=train.steps
-        )
+        parallel = self._job.config.parallel
+        make = functools.partial(make_islands, parallel=parallel, steps=train.steps, told=told)
         runner = (make if self._job.plan.islands else make_runner)(
             self._job.plan,
             self._chunks,
@@ -124,6 +126,7 @@ class TrainingSetup:
             writer=self._stack.enter_context(writer),
             memory=PeakMemory(devices_of(self._chunks)),
             compile_s=self._compile_s,
+            stage_names=_stage_names(self._job.plan, self._chunks),
         )
         loop.states, self._states = self._states, ()  # a step takes their memory
         return loop
@@ -139,6 +142,7 @@ def make_chunks(
     config = job.config
     stated = statements(config.model)
     tokens = step_tokens(config.train, config.model.context_length)
+    islands = island_states.clusters_of(job.plan)
     return [
         Chunk(
             model=config.model,
@@ -159,6 +163,7 @@ def make_chunks(
             unproven=unproven,
             island=place.island,
             before=place.before,
+            islands=islands,
         )
         for place in _places(job.plan)
         if place.stage in meshes
@@ -184,6 +189,17 @@ def _places(plan: Plan) -> Iterator[_Place]:
             yield _Place(pipeline, index, first_stage + stage, island, before)
         first_stage += len(pipeline.stages)
         before += len(pipeline.chunks)
+
+
+def _stage_names(plan: Plan, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+    """The names of the stages whose norms a process knows: of its pipeline, or of its islands."""
+    islands = {chunk.island for chunk in chunks}
+    names, stages = [], itertools.count()
+    for number, pipeline in enumerate(plan.pipelines):
+        of_island = f" (island {number})" if plan.islands else ""
+        own = [f"stage {next(stages)}{of_island}" for _ in pipeline.stages]
+        names += own if not plan.islands or number in islands else []
+    return tuple(names)
 
 
 def _spike_rule(train: TrainConfig) -> SpikeRule | None:

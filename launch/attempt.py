@@ -35,6 +35,7 @@ from holmesjax.distributed.messages import (
     Go,
     Lost,
     Measurements,
+    Met,
     Output,
     ProcessEvent,
     Refused,
@@ -56,6 +57,7 @@ from holmesjax.errors import (
 )
 from holmesjax.files import places
 from holmesjax.hosts import computing
+from holmesjax.islands.agreement import Agreement, Digests
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan.processes import Process, node_processes
 from holmesjax.report.process_step import ProcessStep
@@ -162,6 +164,7 @@ class Attempt:
             self._hub.on_damage = self._scrub.found
             self._opened = stack.pop_all()
         self._agreement = DataAgreement(processes, self._controller.send)
+        self._meetings = Agreement(self._job.plan.island_of)
         self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
         self._saves = Saves(
             self._job.run_dir,
@@ -384,6 +387,9 @@ class Attempt:
                 self.up.add(number)
             case Measurements(measured=report):
                 self._record(report)
+            case Met(step=step, weights=weights, owned=owned):
+                stage = self._processes[number].stage
+                self._meetings.take(step, stage, Digests(weights, owned))
             case Saved(step=step, arrays=arrays, files=files):
                 self._part_of |= {manifest.part_of(file): number for file in files}
                 self._saves.saved(step, arrays, files, name)

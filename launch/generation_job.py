@@ -55,7 +55,8 @@ class GenerationJob:
     """
 
     def __init__(self, job: Job, launcher: Launcher, warn: Callable[[str], None]):
-        self._job, self._launcher, self._warn = job, launcher, warn
+        self._job = job = job.generating
+        self._launcher, self._warn = launcher, warn
         self._config = job.config.distributed
         self._processes = make_processes(job.plan, job.topology, self._config.processes)
 

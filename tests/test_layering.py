@@ -108,6 +108,8 @@ WITHOUT_JAX = [
     "holmesjax.process_variables",
     "holmesjax.job",
     "holmesjax.callbacks",
+    "holmesjax.checkpoints.island_states",
+    "holmesjax.islands.agreement",
     "holmesjax.runtime.step_timeout",
     "holmesjax.checkpoints.commit_alarm",
     "holmesjax.checkpoints.copy_progress",

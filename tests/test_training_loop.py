@@ -173,9 +173,10 @@ def test_gradients_that_stay_infinite_end_the_run_and_a_finite_one_counts_anew()
             return {}
 
     training_loop = make_loop(Runner(), [], steps=9, max_skipped=3)
+    training_loop.stage_names = "stage 0 (island 0)", "stage 1 (island 1)"
     with pytest.raises(FatalError, match="not finite, for 3 steps in a row") as error:
         list(training_loop._run(SimpleNamespace(take=lambda: None), 0))
-    assert error.value.where == "step 6, stage 1"
+    assert error.value.where == "step 6, stage 1 (island 1)"
     assert error.value.exit_status == 1
 
 

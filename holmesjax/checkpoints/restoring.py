@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from holmesjax.checkpoints import digests, manifest
+from holmesjax.checkpoints import digests, island_states, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.orbax_errors import silence_orbax, unread
-from holmesjax.config import ModelConfig
+from holmesjax.config import ModelConfig, OuterConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import merged, split_trained, stated, statements
+from holmesjax.optimizers.optimizer import State
+from holmesjax.plan.outer_rule import outer_step, owner_of
 from holmesjax.runtime import spikes
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, Outer, kept_leaves
 from holmesjax.runtime.weight_average import Average
@@ -60,11 +63,6 @@ def saved_name(chunk: Chunk, key: str) -> str:
     return f"island_{chunk.island}.{key}"
 
 
-def has_islands(checkpoint: Checkpoint) -> bool:
-    """Whether islands have written it."""
-    return any(key.startswith("island_") for key in checkpoint.manifest["arrays"])
-
-
 def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]:
     """Returns the states of all stages, whichever plan wrote them. Call `manifest.verify` first.
 
@@ -85,6 +83,9 @@ def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]
     remembered = chunks[0].spike_rule if _remembers(checkpoint, chunks[0]) else None
     recent = remembered and jax.eval_shape(lambda: spikes.none_yet(remembered.window))
     _check_arrays(checkpoint, ChunkState(params, opt_state, fixed, average, recent))
+    if island_states.written(checkpoint):
+        whole = jax.eval_shape(optimizer.init, wide)
+        _check_islands(checkpoint, ChunkState(params, whole, fixed))
     return [_restore_state(checkpoint, chunk) for chunk in chunks]
 
 
@@ -109,38 +110,111 @@ def _average_shapes(params: Any) -> Average:
     return Average(jax.ShapeDtypeStruct((), "int32"), params)
 
 
-def _restore_island(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
-    """The state of a chunk of an island, as the same island has written it.
+def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
+    """Raises as `_check_arrays` unless all islands that have written it have such a state."""
+    wanted: dict[str, Any] = {"outer": {"momentum": state.params}}
+    for k, _ in enumerate(island_states.written(checkpoint)):
+        own = ChunkState(state.params, state.opt_state, state.fixed if k else {})
+        wanted[f"island_{k}"] = own
+    _check_arrays(checkpoint, wanted)
 
-    Raises CheckpointError for another cut into chunks, which would leave owned parameters with
-    nobody, and for another form of the state.
+
+def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
+    """The state of a chunk from what islands have written, by the rules of `island_states`.
+
+    An island of the same set goes on exactly. Others begin with the global weights, for which the
+    old islands meet once more where they were between two meetings.
     """
-    shapes, known = chunk.state_shapes, checkpoint.manifest["arrays"]
-    part, start = manifest.part_name(chunk.number), "outer.momentum."
-    kept_here = {
-        key.removeprefix(start)
-        for key, about in known.items()
-        if key.startswith(start) and about["part"] == part
-    }
-    owned = kept_leaves(shapes.params, kept_here.__contains__)
-    whole = dataclasses.replace(shapes, outer=Outer(owned, owned))
-    wanted = {saved_name(chunk, key) for key in flatten(whole)}
-    if others := sorted((kept_here - flatten(shapes.params).keys()) | (wanted - known.keys())):
-        problem = "cannot go on with other layers in a stage of an island, or other moments, so far"
-        found, fix = others[0], "set them as they were, or start a run of its own"
-        raise CheckpointError(str(checkpoint.path), problem, found=found, fix=fix)
-    state: ChunkState = _restore_tree(checkpoint, whole, functools.partial(saved_name, chunk))
-    return state
+    shapes, old = _writer(checkpoint, chunk).state_shapes, island_states.written(checkpoint)
+    own = chunk.islands[chunk.island] if chunk.island is not None else ()
+    found = island_states.sources(old, own)
+    fixed = _restore_tree(checkpoint, {"fixed": shapes.fixed})["fixed"]
+    opt_state = _mean_moments(checkpoint, chunk, shapes.opt_state, found)
+    if island_states.are_the_same(old, chunk.islands):
+        name_of = lambda key: f"island_{found[0]}.{key}"
+        params = _restore_tree(checkpoint, {"params": shapes.params}, name_of)["params"]
+        owned = _owned(chunk, shapes.params)
+        outer = Outer(*_global(checkpoint, owned))
+    else:
+        weights, momentum = _met_once_more(checkpoint, shapes.params)
+        params = jax.tree.map(jnp.copy, weights)
+        outer = Outer(_owned(chunk, weights), _owned(chunk, momentum))
+    params, fixed = (
+        _cast(arrays, like)
+        for arrays, like in ((params, chunk.state_shapes.params), (fixed, chunk.state_shapes.fixed))
+    )
+    state = ChunkState(params, opt_state, fixed, chunk.init_average(params), chunk.init_recent())
+    return state if chunk.island is None else dataclasses.replace(state, outer=outer)
+
+
+def _owned(chunk: Chunk, tree: Any) -> Any:
+    """The parameters of a tree that a chunk's island owns; none where it is of no island."""
+    owner = owner_of(chunk.model, max(len(chunk.islands), 1))
+    return kept_leaves(tree, lambda name: owner[name] == chunk.island)
+
+
+def _global(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
+    """The global weights and the momentum of meetings."""
+    weights = _restore_tree(checkpoint, {"params": shapes})["params"]
+    return weights, _restore_tree(checkpoint, {"outer": {"momentum": shapes}})["outer"]["momentum"]
+
+
+def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
+    """The global weights and the momentum, after a meeting where the islands were between two."""
+    weights, momentum = _global(checkpoint, shapes)
+    if not island_states.is_between_meetings(checkpoint):
+        return weights, momentum
+    rule = OuterConfig(**checkpoint.settings["parallel"]["outer"])
+    count = len(island_states.written(checkpoint))
+    read = lambda k: _restore_tree(checkpoint, {"params": shapes}, lambda key: f"island_{k}.{key}")
+    total = read(0)["params"]
+    for k in range(1, count):
+        total = jax.tree.map(jnp.add, total, read(k)["params"])
+    where = jax.tree.map(lambda x: x.sharding, (shapes, shapes))
+
+    def meet(total: Any, weights: Any, momentum: Any) -> tuple[Any, Any]:
+        leaves, form = jax.tree.flatten(total)
+        both = zip(leaves, jax.tree.leaves(weights), jax.tree.leaves(momentum), strict=True)
+        steps = [outer_step(rule, [own / count], before, m) for own, before, m in both]
+        one, two = zip(*steps, strict=True) if steps else ((), ())
+        return jax.tree.unflatten(form, one), jax.tree.unflatten(form, two)
+
+    return jax.jit(meet, out_shardings=where)(total, weights, momentum)
+
+
+def _mean_moments(
+    checkpoint: Checkpoint, chunk: Chunk, shapes: State, islands: Sequence[int]
+) -> State:
+    """The state of the optimizer of an island, or the mean of several, as this run keeps it.
+
+    A mean is taken in float32. Counts of updates are the largest, since an island leaves steps out.
+    """
+    settings, own = checkpoint.settings["optimizer"], chunk.optimizer
+    written = own.as_written(settings)
+    read = lambda k: _restore_tree(
+        checkpoint, {"opt_state": shapes}, lambda key: f"island_{k}.{key}"
+    )["opt_state"]
+    where = jax.tree.map(lambda x: x.sharding, chunk.state_shapes.opt_state)
+    adopted = lambda state: jax.jit(own.adopt, out_shardings=where)(state)
+    if len(islands) == 1:
+        return read(islands[0]) if written == own else adopted(read(islands[0]))
+    wide = own.as_written({**settings, "moments": "float32"})
+    widened = jax.jit(wide.adopt)
+    total = widened(read(islands[0]))
+    is_count = lambda x: jnp.issubdtype(x.dtype, jnp.integer)
+    for k in islands[1:]:
+        add = lambda a, b: jnp.maximum(a, b) if is_count(a) else a + b
+        total = jax.tree.map(add, total, widened(read(k)))
+    mean: State = jax.tree.map(lambda x: x if is_count(x) else x / len(islands), total)
+    return adopted(mean)
 
 
 def parts_of(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> set[str]:
     """The names of the parts that `restore` reads for these stages, as far as they are known."""
     known = checkpoint.manifest["arrays"]
-    keys = {
-        saved_name(chunk, key)
-        for chunk in chunks
-        for key in flatten(_writer(checkpoint, chunk).state_shapes)
-    }
+    keys = {key for chunk in chunks for key in flatten(_writer(checkpoint, chunk).state_shapes)}
+    for k, _ in enumerate(island_states.written(checkpoint)):
+        keys |= {f"island_{k}.{key}" for key in keys if not key.startswith("island_")}
     return {known[key]["part"] for key in keys & known.keys()}
 
 
@@ -158,8 +232,8 @@ def _writer(checkpoint: Checkpoint, chunk: Chunk) -> Chunk:
 
 
 def _restore_state(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
-    if chunk.island is not None and has_islands(checkpoint):
-        return _restore_island(checkpoint, chunk)
+    if island_states.written(checkpoint):
+        return _restore_of_islands(checkpoint, chunk)
     writer = _writer(checkpoint, chunk)
     written = writer.optimizer
     shapes, own = writer.state_shapes, chunk.state_shapes
@@ -316,6 +390,8 @@ def _restore_tree(
 ) -> Any:
     """Reads every array of a tree of shapes from the part that has it, with its sharding."""
     wanted = {name_of(key): x for key, x in flatten(shapes).items()}
+    if not wanted:
+        return shapes
     known = checkpoint.manifest["arrays"]
     part_of = {key: known[key]["part"] for key in wanted}
     arrays: Arrays = {}

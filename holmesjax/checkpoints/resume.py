@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, second_reading, skipped_data
+from holmesjax.checkpoints import island_states, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
@@ -56,7 +56,6 @@ ALLOWABLE = (
     "model.z_loss_multiplier",
 )
 OPTIMIZER = ("optimizer.name", "optimizer.function")  # which arrays there are
-ISLANDS = ("parallel.across", "parallel.islands")  # which arrays there are, too
 # Which files are read, how, and of which split they are.
 FILES = (
     *("data.corpus", "data.source", "data.pattern", "data.validation_fraction"),
@@ -124,6 +123,7 @@ class Start:
             return left_out
         lines = [f"resuming after step {self.step}", *(f"  {change}" for change in self.changes)]
         lines += [f"  {line}" for line in self._rate_change(self.checkpoint)]
+        lines += island_states.describe(self.checkpoint, island_states.clusters_of(self.job.plan))
         return lines + left_out
 
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
@@ -274,7 +274,6 @@ def find(
     for what, never in (
         ("model", [c for c in changes if c.name.startswith("model.") and c.name not in allowable]),
         ("optimizer", [c for c in changes if c.name in OPTIMIZER and start.step]),
-        ("set of islands", [c for c in changes if c.name in ISLANDS and start.step]),
     ):
         if never:
             raise CheckpointError(

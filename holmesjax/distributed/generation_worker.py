@@ -20,6 +20,8 @@ from holmesjax.transport.tcp import TcpTransport
 class Generator(Worker):
     """A process of a job, which generates text."""
 
+    trains = False
+
     def _run(self) -> None:
         member = self._member
         self._job.check_pool(self._env, [])

@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 11
+PROTOCOL = 12
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -113,6 +113,19 @@ class Measurements(Record):
 
     kind = "measurements"
     measured: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met(Record):
+    """The digests of a stage after a meeting of islands, by parameter; from its leader only.
+
+    `weights` are those of its island, and `owned` the global weights that the island owns.
+    """
+
+    kind = "met"
+    step: int
+    weights: dict[str, Any]
+    owned: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +401,7 @@ class ProcessEvent(NamedTuple):
 
 # fmt: off
 FROM_MEMBER = by_kind(
-    Ready, Compiled, Files, Up, Vote, Measurements, Saved, Unsaved, Failed, Stop, Done,
+    Ready, Compiled, Files, Up, Vote, Measurements, Met, Saved, Unsaved, Failed, Stop, Done,
     AskAddresses, AskClock, Beat, Bye, TextPiece, Continued,
 )
 FROM_CONTROLLER = by_kind(

@@ -35,6 +35,7 @@ from holmesjax.distributed.messages import (
     Go,
     JobStart,
     Measurements,
+    Met,
     Ready,
     Saved,
     Stop,
@@ -54,6 +55,8 @@ from holmesjax.files import places
 from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
+from holmesjax.islands.agreement import Digests
+from holmesjax.islands.crossings import crossings_of
 from holmesjax.job import Job
 from holmesjax.liveness import hung_main_thread, lease
 from holmesjax.parallel import platforms
@@ -63,9 +66,9 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
 from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
-from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Activity
+from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.training_loop import TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
 from holmesjax.transport import addresses, connections
@@ -95,13 +98,14 @@ def work(
     folder = places.folder_of(run_dir)
     url = places.whole_url(run_dir) if places.is_url(run_dir) else None
     store = join_store(folder, env, environment, url)
-    job = jobs.load_saved(folder)
+    saved, kind = jobs.load_saved(folder), kind or Worker
+    job = saved if kind.trains else saved.generating
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     if not 0 <= environment.number < len(processes):
         where, problem = "the environment", f"the plan has {len(processes)} processes"
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
-    return (kind or Worker)(job, environment, processes, env, find_host, store).run()
+    return kind(job, environment, processes, env, find_host, store).run()
 
 
 def join_store(
@@ -157,6 +161,8 @@ class Worker:
       find_host: finds the NICs and GPUs of this host.
       store: the run folder, where it is not the launcher's.
     """
+
+    trains = True
 
     def __init__(
         self,
@@ -260,7 +266,7 @@ class Worker:
         with setup, self._giving_up(), scrub:
             member.status("was compiling")
             connect = functools.partial(self._connect_for_steps, chunks[0], ports)
-            runner = setup.compile(connect, member.advance, self._waits_for)
+            runner = setup.compile(connect, member.advance, self._waits_for, self._send_met)
             member.status("was reading the corpus")
             batches = self._result(setup.reading)
             splits = batches.data
@@ -279,7 +285,7 @@ class Worker:
             loop = setup.loop(
                 functools.partial(
                     TrainingLoop,
-                    tell=_Reporter(member, self._take_losses),
+                    tell=_Reporter(member, self._take_losses, chunks[0].island),
                     is_stopping=lambda: self._stopping,
                     is_saving=self._decide,
                     begins=self._begins,
@@ -299,7 +305,7 @@ class Worker:
             )
             member.send(Up())
             done = loop.run(start.resume, saved.sequences if saved else 0)
-        self._leave(done, runner.close if isinstance(runner, Pipeline) else lambda: None)
+        self._leave(done, lambda: None if isinstance(runner, WholeStep) else runner.close())
 
     def _result(self, reading: "Future[Batches]") -> Batches:
         """Returns what is read, and reports progress as long as bytes are read."""
@@ -386,8 +392,10 @@ class Worker:
         return chunks
 
     def _connect_for_steps(self, chunk: Chunk, ports: Ports) -> TcpTransport:
-        """Connects with the stages that steps send to and receive from."""
-        self._tcp = self._connect(crossings(chunk), chunk.mesh, ports)
+        """Connects with the stages that steps, and meetings, send to and receive from."""
+        job, is_whole = self._job, chunk.island is None
+        found = crossings(chunk) if is_whole else crossings_of(job.plan, chunk, self._processes)
+        self._tcp = self._connect(found, chunk.mesh, ports)
         self._member.status("was compiling")
         return self._tcp
 
@@ -480,6 +488,11 @@ class Worker:
             return manifest.wait_for(run_dir, step)
         return None
 
+    def _send_met(self, step: int, digests: Digests) -> None:
+        if self._me.leads:
+            met = Met(step=step, weights=dict(digests.weights), owned=dict(digests.owned))
+            self._member.send(met)
+
     def _send_saved(
         self, step: int, arrays: dict[str, dict[str, Any]], files: manifest.Files
     ) -> None:
@@ -513,8 +526,13 @@ def _described(error: BaseException) -> Failed:
 class _Reporter:
     """Reports steps to the controller, on its clock; one process reports the tasks of a stage."""
 
-    def __init__(self, member: Member, take_losses: Callable[[], dict[str, LinkLoss]] = lambda: {}):
-        self._member, self._take_losses = member, take_losses
+    def __init__(
+        self,
+        member: Member,
+        take_losses: Callable[[], dict[str, LinkLoss]] = lambda: {},
+        island: int | None = None,
+    ):
+        self._member, self._take_losses, self._island = member, take_losses, island
 
     def __call__(self, report: ProcessStep) -> None:
         leads, offset_s = self._member.process.leads, self._member.clock.offset_s
@@ -523,6 +541,8 @@ class _Reporter:
             for interval in (report["intervals"] if leads else ())
         ]
         measured = {**report, "intervals": intervals}
+        if self._island is not None:
+            measured["island"] = self._island
         if losses := self._take_losses():
             measured["link_losses"] = {link: loss.connections for link, loss in losses.items()}
             measured["link_lost_s"] = {link: loss.lost_s for link, loss in losses.items()}

@@ -2,14 +2,12 @@
 
 Each parameter that trains has an owner among the islands (`plan.outer_rule`). The others give it
 their weights, it takes the outer step, and gives all of them the new ones. Its sums are in the
-order of the islands, so that they do not depend on who came first. Here all islands are in one
-process; the arrays go through a transport as boundaries do.
+order of the islands, so that they do not depend on who came first. A process has all islands, or
+one stage of one. The arrays go through a transport as boundaries do.
 """
 
 import functools
-import hashlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -19,45 +17,56 @@ from jax.sharding import NamedSharding
 from holmesjax.checkpoints import digests
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
-from holmesjax.errors import FatalError
-from holmesjax.plan.outer_rule import outer_step, owners
+from holmesjax.islands.agreement import Digests, compare
+from holmesjax.islands.crossings import from_owner, link, to_owner
+from holmesjax.plan.outer_rule import outer_step, owner_of
 from holmesjax.runtime.chunk import Chunk, ChunkState, Outer, Tree, kept_leaves
 from holmesjax.transport.crossings import Key
-from holmesjax.transport.local import LocalTransport
+from holmesjax.transport.local import LocalTransport, Transport
 
 Arrays = dict[str, jax.Array]  # by layer and name: "block_000.up_DF"
+AHEAD = 64  # arrays that are asked for at once, so that a far link is filled
 
 
 class IslandMeetings:
     """The meetings of the islands of a run.
 
     Args:
-      islands: the chunks of each island, all of them here.
+      islands: the chunks here of each island, by its number: all of all, or some of one.
+      count: islands of the run.
       outer: the rule of the outer step.
+      transport: moves weights; None: all islands are here.
+      told: takes the step and the digests of a stage after each meeting; None: they are compared.
     """
 
-    def __init__(self, islands: Sequence[Sequence[Chunk]], outer: OuterConfig):
-        self._outer, self._chunks, self._round = outer, islands, 0
-        self._homes = [_homes(chunks) for chunks in islands]
-        shapes = {name: where.shape for name, where in self._homes[0].items()}
-        self._owners = owners({n: math.prod(shape) for n, shape in shapes.items()}, len(islands))
-        self._transport = LocalTransport(dict(self._targets()))
+    def __init__(
+        self,
+        islands: Mapping[int, Sequence[Chunk]],
+        count: int,
+        outer: OuterConfig,
+        transport: Transport | None = None,
+        told: Callable[[int, Digests], None] | None = None,
+    ):
+        self._outer, self._count, self._told, self._round = outer, count, told, 0
+        self._homes = {k: _homes(chunks) for k, chunks in islands.items()}
+        model = next(iter(islands.values()))[0].model
+        self._owners = owner_of(model, count)
+        self.transport = transport or LocalTransport(dict(self._targets()))
 
     def _targets(self) -> Iterator[tuple[str, tuple[NamedSharding, str]]]:
         """Yields the sharding at its target of each array that crosses, and its link."""
-        for k, homes in enumerate(self._homes):
+        for k, homes in self._homes.items():
             for name, owner in self._owners.items():
                 if owner != k:
-                    link = f"island {k} -> island {owner}", f"island {owner} -> island {k}"
-                    yield f"weights {k} {name}", (self._homes[owner][name].sharding, link[0])
-                    yield f"global {k} {name}", (homes[name].sharding, link[1])
+                    yield to_owner(k, name), (self._homes[owner][name].sharding, link(k, owner))
+                    yield from_owner(k, name), (homes[name].sharding, link(owner, k))
 
-    def begin(self, states: Sequence[Sequence[ChunkState]]) -> list[list[ChunkState]]:
+    def begin(self, states: Mapping[int, Sequence[ChunkState]]) -> dict[int, list[ChunkState]]:
         """The states of islands before their first step, which have equal weights then."""
-        return [
-            [replace(state, outer=self._begun(k, state.params)) for state in island]
-            for k, island in enumerate(states)
-        ]
+        return {
+            k: [replace(state, outer=self._begun(k, state.params)) for state in island]
+            for k, island in states.items()
+        }
 
     def _begun(self, island: int, params: Tree) -> Outer:
         weights = self._owned(island, params)
@@ -67,92 +76,105 @@ class IslandMeetings:
     def _owned(self, island: int, tree: Tree) -> Tree:
         return kept_leaves(tree, lambda name: self._owners[name] == island)
 
-    def meet(self, states: Sequence[Sequence[ChunkState]], step: int) -> list[list[ChunkState]]:
-        """The states of all islands after a meeting: all have the same weights.
+    def meet(
+        self, states: Mapping[int, Sequence[ChunkState]], step: int
+    ) -> dict[int, list[ChunkState]]:
+        """The states of the islands after a meeting: all have the same weights.
 
         Args:
-          states: of the chunks of each island.
+          states: of the chunks here of each island.
           step: after which it is.
 
-        Raises FatalError where an island's weights differ from those of the first.
+        Raises PeerError where all islands are here, and one has other weights than the owners.
         """
         self._round += 1
-        of_islands = [self._arrays([state.params for state in island]) for island in states]
-        for k, arrays in enumerate(of_islands):
-            for name, owner in self._owners.items():
-                if owner != k:
-                    self._transport.offer(self._key("weights", k, name), arrays[name])
-        outer = [self._step(k, of_islands[k], island) for k, island in enumerate(states)]
-        met = [self._after(k, island, outer) for k, island in enumerate(states)]
-        self._compare(met, step)
+        of_islands = {k: _arrays([state.params for state in own]) for k, own in states.items()}
+        for k, arrays in of_islands.items():
+            for name, array in arrays.items():
+                if self._owners[name] != k:
+                    self.transport.offer(self._key(to_owner(k, name)), array)
+        outer = {k: self._step(k, of_islands[k], island) for k, island in states.items()}
+        met = {k: self._after(k, island, outer[k]) for k, island in states.items()}
+        found = [Digests(*self._digests(island)) for island in met.values()]
+        if self._told is None:
+            compare(step, found)
+        else:
+            self._told(step, *found)
         return met
 
     def _after(
-        self, island: int, states: Sequence[ChunkState], outer: Sequence[tuple[Arrays, Arrays]]
+        self, island: int, states: Sequence[ChunkState], outer: tuple[Arrays, Arrays]
     ) -> list[ChunkState]:
         """An island's states with the global weights, and what it keeps for the next meeting."""
-        weights, new = self._new_weights(island, outer), []
+        weights, new = self._new_weights(island, outer[0]), []
         for state in states:
             owned = self._owned(island, state.params)
-            kept = Outer(*(_like(owned, arrays) for arrays in outer[island]))
+            kept = Outer(*(_like(owned, arrays) for arrays in outer))
             new.append(replace(state, params=_like(state.params, weights), outer=kept))
         return new
 
     def take_bytes(self) -> dict[str, int]:
         """Returns the bytes that crossed between islands since the last call, by link."""
-        return self._transport.take_bytes()
+        return self.transport.take_bytes()
 
-    def _key(self, what: str, island: int, name: str) -> Key:
-        return Key(f"{what} {island} {name}", self._round, 0)
+    def _key(self, crossing: str) -> Key:
+        return Key(crossing, self._round, 0)
 
-    @staticmethod
-    def _arrays(trees: Sequence[Tree]) -> Arrays:
-        return {name: x for tree in trees for name, x in flatten(tree).items()}
+    def _fetched(self, crossings: Sequence[str]) -> Iterator[jax.Array]:
+        """Yields arrays in this order, in which all processes of a stage fetch them."""
+        keys = [self._key(crossing) for crossing in crossings]
+        self.transport.expect(keys)
+        for i, key in enumerate(keys):
+            ahead = [key for key in keys[i : i + AHEAD] if not self.transport.arrived(key)]
+            while key in ahead:
+                self.transport.wait(ahead)
+                ahead = [key for key in ahead if not self.transport.arrived(key)]
+            yield self.transport.fetch(key)
 
     def _step(
         self, island: int, own: Arrays, states: Sequence[ChunkState]
     ) -> tuple[Arrays, Arrays]:
         """The global weights and the momentum of what an island owns; it offers the weights."""
         kept = [state.outer for state in states if state.outer]
-        weights = self._arrays([outer.weights for outer in kept])
-        momentum = self._arrays([outer.momentum for outer in kept])
+        weights = _arrays([outer.weights for outer in kept])
+        momentum = _arrays([outer.momentum for outer in kept])
+        others = [k for k in range(self._count) if k != island]
+        arriving = self._fetched([to_owner(k, name) for name in weights for k in others])
         for name in weights:
-            others = range(len(self._homes))
-            all_weights = [
-                own[name] if k == island else self._transport.fetch(self._key("weights", k, name))
-                for k in others
-            ]
-            step = _outer_program(self._outer)
+            theirs = {k: next(arriving) for k in others}
+            all_weights = [own[name] if k == island else theirs[k] for k in range(self._count)]
+            step = _outer_program(self._outer, weights[name].sharding)
             weights[name], momentum[name] = step(all_weights, weights[name], momentum[name])
             for k in others:
-                if k != island:
-                    self._transport.offer(self._key("global", k, name), weights[name])
+                self.transport.offer(self._key(from_owner(k, name)), weights[name])
         return weights, momentum
 
-    def _new_weights(self, island: int, outer: Sequence[tuple[Arrays, Arrays]]) -> Arrays:
+    def _new_weights(self, island: int, owned: Arrays) -> Arrays:
         """The global weights on an island: copies, since a step takes their memory."""
-        return {
-            name: jnp.copy(outer[owner][0][name])
-            if owner == island
-            else jnp.copy(self._transport.fetch(self._key("global", island, name)))
-            for name, owner in self._owners.items()
-        }
+        homes = self._homes[island]
+        theirs = [name for name in homes if name not in owned]
+        arriving = self._fetched([from_owner(island, name) for name in theirs])
+        found = {**owned, **dict(zip(theirs, arriving, strict=True))}
+        return {name: _copy_program(homes[name].sharding)(found[name]) for name in homes}
 
-    def _compare(self, states: Sequence[Sequence[ChunkState]], step: int) -> None:
-        island_digests = [digest(island) for island in states]
-        for k, island_digest in enumerate(island_digests):
-            if island_digest != island_digests[0]:
-                raise FatalError(
-                    f"island {k}",
-                    f"has other weights than island 0 after the meeting of step {step}",
-                    found=f"digest {island_digest}, not {island_digests[0]}",
-                    fix="start again from the last checkpoint; look at the memory of its devices",
-                )
+    def _digests(self, states: Sequence[ChunkState]) -> tuple[dict[str, str], dict[str, str]]:
+        """The digests of an island's weights here, and of the global weights that it owns.
+
+        All processes of a stage come here with the same arrays.
+        """
+        weights = [digests.of(flatten(state.params)) for state in states]
+        owned = [flatten(state.outer.weights) for state in states if state.outer]
+        of_owned = [digests.of(arrays) for arrays in owned if arrays]
+        joined = lambda trees: {name: x for own in trees for name, x in own.items()}
+        return joined(weights), joined(of_owned)
 
 
 def _homes(chunks: Sequence[Chunk]) -> dict[str, jax.ShapeDtypeStruct]:
-    shapes = [flatten(chunk.state_shapes.params) for chunk in chunks]
-    return {name: x for chunk in shapes for name, x in chunk.items()}
+    return _arrays([chunk.state_shapes.params for chunk in chunks])
+
+
+def _arrays(trees: Sequence[Tree]) -> dict:
+    return {name: x for tree in trees for name, x in flatten(tree).items()}
 
 
 def _like(tree: Tree, arrays: Arrays) -> Tree:
@@ -161,12 +183,12 @@ def _like(tree: Tree, arrays: Arrays) -> Tree:
 
 
 @functools.cache
-def _outer_program(outer: OuterConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    return jax.jit(functools.partial(outer_step, outer))
+def _outer_program(
+    outer: OuterConfig, where: NamedSharding
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    return jax.jit(functools.partial(outer_step, outer), out_shardings=(where, where))
 
 
-def digest(states: Sequence[ChunkState]) -> str:
-    """12 hexadecimal digits of all weights of an island, however they are cut."""
-    found = {k: x for state in states for k, x in digests.of(flatten(state.params)).items()}
-    text = ",".join(f"{name} {found[name]}" for name in sorted(found))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+@functools.cache
+def _copy_program(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.copy, out_shardings=where)

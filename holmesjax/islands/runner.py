@@ -1,19 +1,22 @@
-"""Runs the steps of a plan with islands, all in this process: one after the other, and meetings.
+"""Runs the steps of a plan with islands, and their meetings.
 
-Each island has the runner that a run of its plan would have. What the loop of training gives and
-takes has all of them: the states one island after the other, the batch in parts.
+Each island has the runner that a run of its plan would have. A process has all islands, and runs
+one after the other, or it has a stage of one. What the loop of training gives and takes has those
+that are here: the states one island after the other, the batch in parts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from holmesjax.config import ParallelConfig
 from holmesjax.data.batches import Batches
+from holmesjax.islands.agreement import Digests
+from holmesjax.islands.crossings import first_stages
 from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meets
 from holmesjax.plan.plan import Plan
@@ -21,74 +24,90 @@ from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.end_of_step import Metrics
 from holmesjax.runtime.overlapped_work import BUSY, OverlappedWork
 from holmesjax.runtime.pipeline import Pipeline, make_runner
-from holmesjax.runtime.prefetch import Inputs, Placer, Step, Validation
+from holmesjax.runtime.prefetch import Inputs, Maker, Step, Validation
 from holmesjax.runtime.timeline import Awaitable, Timeline
 from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.transport.local import Transport
 
 OneIsland = Pipeline | WholeStep
+EVALUATES = 0  # the island that makes the validations
 
 
 @dataclass(frozen=True, kw_only=True)
 class IslandsInputs(Inputs):
-    """A batch in parts: one for each island, or, in a validation, all for the first island."""
+    """A batch in parts, one for each island; in a validation all are for the same island."""
 
-    parts: Sequence[Inputs]
+    parts: Mapping[int, Inputs]  # by the number of the island whose part of the batch it is
 
 
-def _joined_inputs(parts: Sequence[Inputs]) -> IslandsInputs:
-    num_targets = sum(part.num_targets for part in parts)
+def _joined_inputs(parts: Mapping[int, Inputs]) -> IslandsInputs:
+    num_targets = sum(part.num_targets for part in parts.values())
     return IslandsInputs(num_targets=num_targets, microbatches={}, parts=parts)
 
 
 class IslandsPlacer:
-    """Puts the part of each island on its devices."""
+    """Puts the parts of the islands here on their devices.
 
-    def __init__(self, placers: Sequence[Placer]):
-        self._placers = placers
+    Args:
+      placers: of each island here, by its number.
+      count: islands of the run.
+    """
+
+    def __init__(self, placers: Mapping[int, Maker], count: int):
+        self._placers, self._count = placers, count
 
     def make(self, batches: Batches, what: Step | Validation) -> IslandsInputs:
         """Makes a batch of a run; island k has the k-th part of its sequences."""
-        count = len(self._placers)
-        size = batches.global_batch // count
+        count, size = self._count, batches.global_batch // self._count
         if isinstance(what, Step):
-            whats = [Step(what.first_sequence + k * size, size) for k in range(count)]
-            pairs = zip(self._placers, whats, strict=True)
-            return _joined_inputs([placer.make(batches, step) for placer, step in pairs])
+            of_island = lambda k: Step(what.first_sequence + k * size, size)
+            return _joined_inputs(
+                {k: placer.make(batches, of_island(k)) for k, placer in self._placers.items()}
+            )
+        if EVALUATES not in self._placers:
+            return _joined_inputs({})
         number, index = divmod(what.index, batches.num_validation)
         parts = replace(batches, global_batch=size, num_validation=count * batches.num_validation)
         first = number * parts.num_validation + index * count
-        placer = self._placers[0]
-        return _joined_inputs([placer.make(parts, Validation(first + k)) for k in range(count)])
+        make = self._placers[EVALUATES].make
+        return _joined_inputs({k: make(parts, Validation(first + k)) for k in range(count)})
+
+
+class Island(NamedTuple):
+    """An island that is in this process, or a stage of which is."""
+
+    runner: OneIsland
+    num_chunks: int  # here
+    first_stage: int  # the number in the run of the island's first stage
 
 
 class IslandsRunner:
-    """The islands of a run, as the loop of training knows a runner.
+    """The islands of a run that are in this process, as the loop of training knows a runner.
 
     Args:
-      runners: of each island.
-      counts: chunks of each island.
-      first_stages: the number in the run of each island's first stage.
+      islands: those here, by their numbers.
+      count: islands of the run.
       meeting: what islands do when they meet.
       meets_after: whether they meet after a step.
+      waits_for: told what the process waits for, and "" when that has come.
     """
 
     def __init__(
         self,
-        runners: Sequence[OneIsland],
-        counts: Sequence[int],
-        first_stages: Sequence[int],
+        islands: Mapping[int, Island],
+        count: int,
         meeting: IslandMeetings,
         meets_after: Callable[[int], bool],
+        waits_for: Callable[[str], None] = lambda text: None,
     ):
-        self._runners, self._counts, self._first_stages = runners, counts, first_stages
+        self._islands, self._waits_for = islands, waits_for
         self._meeting, self._meets_after = meeting, meets_after
-        self.placer = IslandsPlacer([runner.placer for runner in runners])
+        self.placer = IslandsPlacer({k: own.runner.placer for k, own in islands.items()}, count)
         self._done = 0  # steps
 
     def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> list[ChunkState]:
-        """The states of all chunks; `drawn` is called after each layer."""
-        return _joined([runner.init(seed, drawn) for runner in self._runners])
+        """The states of all chunks here; `drawn` is called after each layer."""
+        return _joined(island.runner.init(seed, drawn) for island in self._islands.values())
 
     def begin(self, states: Sequence[ChunkState], done: int) -> Sequence[ChunkState]:
         """The states with which the run goes on after so many steps.
@@ -98,7 +117,7 @@ class IslandsRunner:
         self._done = done
         if all(state.outer for state in states):
             return states
-        return _joined(self._meeting.begin(self._split(states)))
+        return _joined(self._meeting.begin(self._split(states)).values())
 
     def train_step(
         self,
@@ -109,46 +128,56 @@ class IslandsRunner:
     ) -> tuple[list[ChunkState], Metrics]:
         """A step of each island on its part of the batch, and a meeting where one is due."""
         assert isinstance(inputs, IslandsInputs), inputs
-        new: list[list[ChunkState]] = []
-        found = []
-        last = len(self._runners) - 1
-        for k, (runner, own) in enumerate(zip(self._runners, self._split(states), strict=True)):
+        new: dict[int, Sequence[ChunkState]] = {}
+        found, last = [], max(self._islands)
+        for k, own in self._split(states).items():
             bare = [replace(state, outer=None) for state in own]
-            shifted: Any = _Shifted(timeline, self._first_stages[k])
+            island = self._islands[k]
+            shifted: Any = _Shifted(timeline, island.first_stage)
             work = meanwhile if k == last else BUSY
-            stepped, metrics = runner.train_step(bare, inputs.parts[k], shifted, work)
+            stepped, metrics = island.runner.train_step(bare, inputs.parts[k], shifted, work)
             pairs = zip(stepped, own, strict=True)
-            new.append([replace(state, outer=before.outer) for state, before in pairs])
+            new[k] = [replace(state, outer=before.outer) for state, before in pairs]
             found.append(metrics)
         self._done += 1
         if self._meets_after(self._done):
-            new = self._meeting.meet(new, self._done)
-        return _joined(new), _mean(found)
+            self._waits_for("the meeting of islands")
+            new = dict(self._meeting.meet(new, self._done))
+            self._waits_for("")
+        return _joined(new.values()), _mean(found)
 
-    def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> Any:
+    def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> float | None:
         """Sum of the losses of a batch's tokens, by the weights of the first island.
 
-        They are the global weights: a validation comes after a meeting.
+        They are the global weights: a validation comes after a meeting. None where the last stage
+        of the first island is elsewhere.
         """
         assert isinstance(inputs, IslandsInputs), inputs
-        own = [replace(state, outer=None) for state in self._split(states)[0]]
-        runner = self._runners[0]
-        losses = [runner.evaluate(own, part) for part in inputs.parts]
-        return math.fsum(float(loss) for loss in losses if loss is not None)
+        if EVALUATES not in self._islands:
+            return None
+        own = [replace(state, outer=None) for state in self._split(states)[EVALUATES]]
+        runner = self._islands[EVALUATES].runner
+        losses = [runner.evaluate(own, part) for part in inputs.parts.values()]
+        known = [float(loss) for loss in losses if loss is not None]
+        return math.fsum(known) if known else None
 
     def take_link_bytes(self) -> dict[str, int]:
         """The bytes that crossed each link since the last call, within islands and between."""
         found = self._meeting.take_bytes()
-        for runner in self._runners:
-            for link, count in runner.take_link_bytes().items():
+        for island in self._islands.values():
+            for link, count in island.runner.take_link_bytes().items():
                 found[link] = found.get(link, 0) + count
         return found
 
-    def _split(self, states: Sequence[ChunkState]) -> list[Sequence[ChunkState]]:
-        parts, start = [], 0
-        for count in self._counts:
-            parts.append(states[start : start + count])
-            start += count
+    def close(self) -> None:
+        """Returns when everything that was offered in meetings has been delivered."""
+        self._meeting.transport.close()
+
+    def _split(self, states: Sequence[ChunkState]) -> dict[int, Sequence[ChunkState]]:
+        parts, start = {}, 0
+        for k, island in self._islands.items():
+            parts[k] = states[start : start + island.num_chunks]
+            start += island.num_chunks
         return parts
 
 
@@ -165,7 +194,7 @@ class _Shifted:
         self._timeline.watch(self._first + stage, *args)
 
 
-def _joined(states: Sequence[Sequence[ChunkState]]) -> list[ChunkState]:
+def _joined(states: Iterable[Sequence[ChunkState]]) -> list[ChunkState]:
     return [state for island in states for state in island]
 
 
@@ -174,21 +203,24 @@ def _mean(found: Sequence[Metrics]) -> Metrics:
     if len(found) == 1:
         return found[0]
 
-    def here(name: str) -> list[jax.Array]:
-        first = found[0][name]
-        return [jax.device_put(own[name], first.sharding) for own in found]
+    def here(values: Sequence[jax.Array]) -> list[jax.Array]:
+        return [jax.device_put(own, values[0].sharding) for own in values]
 
-    mean = lambda name: sum(here(name)[1:], here(name)[0]) / len(found)
+    of = lambda name: here([own[name] for own in found])
+    mean = lambda name: sum(of(name)[1:], of(name)[0]) / len(found)
     is_flag = lambda name: found[0][name].dtype == bool
-    return {
-        name: _any(here(name)) if is_flag(name) else mean(name)
+    means = {
+        name: jnp.any(jnp.stack(of(name))) if is_flag(name) else mean(name)
         for name in found[0]
         if name != "square_norms"
     }
+    return {**means, "square_norms": jnp.concatenate(here(list(map(_square_norms, found))))}
 
 
-def _any(flags: Sequence[jax.Array]) -> jax.Array:
-    return jnp.any(jnp.stack(flags))
+def _square_norms(metrics: Metrics) -> jax.Array:
+    """The squared norms of an island's stages; a step that is one program tells the norm alone."""
+    alone = lambda: jnp.square(metrics["grad_norm"])[None]
+    return metrics["square_norms"] if "square_norms" in metrics else alone()
 
 
 def make_islands(
@@ -202,30 +234,40 @@ def make_islands(
     connect: Callable[[], Transport] | None = None,
     compiled: Callable[[], None] = lambda: None,
     waits_for: Callable[[str], None] = lambda text: None,
+    told: Callable[[int, Digests], None] | None = None,
 ) -> IslandsRunner:
-    """Compiles the chunks of all islands; the arguments are those of `make_runner`, and these.
+    """Compiles the chunks of the islands here; the arguments are those of `make_runner`, and these.
 
     Args:
       plan: of the run.
-      chunks: of all islands.
+      chunks: of all islands, or those of one that are in this process.
       parallel: the settings of the meetings.
       steps: of the run.
-      evaluates, ramps, connect, compiled, waits_for: as `make_runner` takes them.
+      evaluates, ramps, compiled, waits_for: as `make_runner` takes them.
+      connect: makes the transport to other processes, for meetings and inside of an island.
+      told: as `IslandMeetings` takes it.
     """
     assert plan.meeting is not None, "islands meet"
-    assert connect is None, "a plan with islands has no processes"
     assert not ramps, "a check of the settings sees to it"
     every = plan.meeting.every
-    islands = [[chunk for chunk in chunks if chunk.island == k] for k in range(len(plan.islands))]
-    runners = [
-        make_runner(own, mine, evaluates=evaluates, compiled=compiled, waits_for=waits_for)
-        for own, mine in zip(plan.islands, islands, strict=True)
-    ]
-    sizes = [len(own.stages) for own in plan.islands]
-    return IslandsRunner(
-        runners,
-        [len(mine) for mine in islands],
-        [sum(sizes[:k]) for k in range(len(sizes))],
-        IslandMeetings(islands, parallel.outer_rule),
-        lambda step: meets(step, every, steps),
-    )
+    here: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        assert chunk.island is not None, "each chunk is of an island"
+        here.setdefault(chunk.island, []).append(chunk)
+    transport = connect() if connect else None  # first, while all are as far
+    inside = (lambda: transport) if transport else None
+    firsts = first_stages(plan)
+    islands = {}
+    for k, own in here.items():
+        runner = make_runner(
+            plan.islands[k],
+            own,
+            evaluates=evaluates,
+            connect=inside,
+            compiled=compiled,
+            waits_for=waits_for,
+        )
+        islands[k] = Island(runner, len(own), firsts[k])
+    count = len(plan.islands)
+    meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told)
+    return IslandsRunner(islands, count, meeting, lambda step: meets(step, every, steps), waits_for)

@@ -4,10 +4,27 @@ DiLoCo (arXiv 2311.08105) takes a step of Nesterov's momentum along the mean dif
 global weights and those of the islands. The functions work for NumPy and for JAX.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holmesjax.config import OuterConfig
+from holmesjax.config import ModelConfig, OuterConfig
+from holmesjax.layer_specs.model_layers import layers
+
+
+def trained_sizes(model: ModelConfig) -> dict[str, int]:
+    """Numbers of each parameter that trains, by layer and name: "block_000.up_DF"."""
+    return {
+        ".".join((layer, *parameter.path)): math.prod(parameter.shape)
+        for layer, kind in layers(model).items()
+        for parameter in kind.parameters
+        if parameter.trains
+    }
+
+
+def owner_of(model: ModelConfig, num_islands: int) -> dict[str, int]:
+    """The island that owns each parameter that trains."""
+    return owners(trained_sizes(model), num_islands)
 
 
 def owners(sizes: Mapping[str, int], num_islands: int) -> dict[str, int]:

@@ -142,6 +142,11 @@ class Plan:
         return self.islands or (self,)
 
     @property
+    def island_of(self) -> tuple[int, ...]:
+        """The island of each stage; 0 where the plan has none."""
+        return tuple(k for k, own in enumerate(self.pipelines) for _ in own.stages)
+
+    @property
     def num_chunks(self) -> int:
         """Runs of consecutive layers that each stage holds."""
         return len(self.stages[0].chunks)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan
 from holmesjax.topology.machines import Topology
 
@@ -50,15 +49,8 @@ def make_processes(plan: Plan, topology: Topology, per: PER) -> tuple[Process, .
     """The processes of all stages, stage by stage.
 
     Where two stages share a node, or a node has a process for each device, the name says which:
-    "ib/ib-0.s1", "ib/ib-0:3". Raises PlanError for a plan with islands.
+    "ib/ib-0.s1", "ib/ib-0:3".
     """
-    if plan.islands:
-        raise PlanError(
-            "parallel.across",
-            "local_updates runs in one process so far, which has the devices of all islands",
-            found=f"processes for {len(plan.islands)} islands",
-            fix="leave --launcher out, or set parallel.across to pipeline",
-        )
     homes = Counter(name for stage in plan.stages for name in set(stage.nodes))
     firsts = _first_devices(topology)
     numbers = itertools.count()

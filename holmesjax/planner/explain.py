@@ -115,14 +115,10 @@ def explain(
     say: Saying = silently,
     usable_memory: float = USABLE_MEMORY,
 ) -> Explanation:
-    """The best plans and what is behind them. Raises PlanError as `planner.make_plan`."""
-    if config.parallel.has_islands:
-        raise PlanError(
-            "--explain",
-            "explains one pipeline, and none of islands so far",
-            found="parallel.across: local_updates",
-            fix="leave it out, or set parallel.across to pipeline",
-        )
+    """The best plans and what is behind them. Raises PlanError as `planner.make_plan`.
+
+    A run with islands is explained by `islands_explained`.
+    """
     say("the best plans")
     problem, found = find(config, topology, usable_memory=usable_memory)
     chosen = found.best[0]
@@ -471,7 +467,7 @@ def describe(explanation: Explanation) -> list[str]:
                 ", ".join(f"{what} {share:.0%}" for what, share in plan.binds.items()),
             )
         )
-    lines += [f"  {line}" for line in _aligned(rows)]
+    lines += [f"  {line}" for line in aligned(rows)]
     for title, kernels in (
         ("what will compute attention, and its time in a step", explanation.attention),
         ("what will do AdamW's step, and the time of the update", explanation.update),
@@ -481,7 +477,7 @@ def describe(explanation: Explanation) -> list[str]:
         if kernels:
             lines.append(title)
             told = [(kernel.where, show(kernel.step_s, "s"), kernel.what) for kernel in kernels]
-            lines += [f"  {line}" for line in _aligned(told)]
+            lines += [f"  {line}" for line in aligned(told)]
     for title, alternatives in (
         ("in place of the plan", explanation.against),
         ("what each cluster is worth", explanation.clusters),
@@ -490,7 +486,7 @@ def describe(explanation: Explanation) -> list[str]:
         if alternatives:
             lines.append(title + ", with the pinned settings" * explanation.is_pinned)
             compared = [(a.what, *_compared(a, best, by_dollars, has_prices)) for a in alternatives]
-            lines += [f"  {line}" for line in _aligned(compared)]
+            lines += [f"  {line}" for line in aligned(compared)]
     return lines
 
 
@@ -525,10 +521,10 @@ def _compared(
     return (show(alternative.step_s, "s"), *price, text)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of texts, as wide as they need to be.
 
-    >>> _aligned([("a", "bcd", "e"), ("fg", "h", "")])
+    >>> aligned([("a", "bcd", "e"), ("fg", "h", "")])
     ['a   bcd  e', 'fg  h']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

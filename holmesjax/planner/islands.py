@@ -4,7 +4,6 @@ The settings of `parallel` that pin a plan hold for each island. What islands ke
 meetings is counted when each has its plan, and one that it does not fit is refused.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from holmesjax.config import Config
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.outer_rule import meeting_bytes, owners
+from holmesjax.plan.outer_rule import meeting_bytes, owners, trained_sizes
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
@@ -37,15 +36,15 @@ def plan_islands(
 
     Raises PlanError where clusters cannot be these islands, or where an island has no plan.
     """
-    names = _clusters_of(config, topology)
+    names = clusters_of(config, topology)
     _refuse_untrained_changes(config)
     every, count = config.parallel.meets_every, len(names)
-    own = _own_config(config, count)
-    sizes = _sizes(config)
+    own = own_config(config, count)
+    sizes = trained_sizes(config.model)
     owner = owners(sizes, count)
     islands = []
     for k, clusters in enumerate(names):
-        found = _on(topology, plan_one(own, _part_of(topology, clusters)), clusters)
+        found = _on(topology, plan_one(own, part_of(topology, clusters)), clusters)
         _refuse_shared_table(config, found, k)
         owned = {name for name, island in owner.items() if island == k}
         stages = tuple(_with_outer(stage, owned, sizes) for stage in found.stages)
@@ -71,7 +70,8 @@ def plan_islands(
     )
 
 
-def _clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ...]:
+def clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ...]:
+    """The clusters of each island. Raises PlanError where they cannot be islands of this run."""
     known = [cluster.name for cluster in topology.clusters]
     names = config.parallel.islands or tuple((name,) for name in known)
     for name in (name for island in names for name in island):
@@ -110,10 +110,9 @@ def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
         )
 
 
-def _own_config(config: Config, count: int) -> Config:
+def own_config(config: Config, count: int) -> Config:
     """The config of one island: a part of the batch, on one pipeline."""
     part = replace(config.train, global_batch=config.train.global_batch // count)
-    parallel = replace(config.parallel, across="pipeline", islands=None, every=None, outer=None)
     # Steps and tokens count for all islands together: no island has a schedule of its own.
     optimizer = replace(
         config.optimizer,
@@ -127,10 +126,18 @@ def _own_config(config: Config, count: int) -> Config:
     # What islands keep for their meetings needs the room that a larger chunk would take.
     mib = config.kernels.loss_chunk_mib or LOGIT_BYTES // 2**20
     kernels = replace(config.kernels, loss_chunk_mib=mib)
-    return replace(config, train=part, parallel=parallel, optimizer=optimizer, kernels=kernels)
+    island = without_islands(config)
+    return replace(island, train=part, optimizer=optimizer, kernels=kernels)
 
 
-def _part_of(topology: Topology, clusters: Sequence[str]) -> Topology:
+def without_islands(config: Config) -> Config:
+    """The same run as one pipeline."""
+    parallel = replace(config.parallel, across="pipeline", islands=None, every=None, outer=None)
+    return replace(config, parallel=parallel)
+
+
+def part_of(topology: Topology, clusters: Sequence[str]) -> Topology:
+    """The topology with these clusters alone."""
     for cluster in topology.clusters:
         if cluster.name not in clusters:
             topology = upgrades.without_cluster(topology, cluster.name)
@@ -146,16 +153,6 @@ def _on(topology: Topology, plan: Plan, clusters: Sequence[str]) -> Plan:
         for stage in plan.stages
     )
     return replace(plan, stages=stages)
-
-
-def _sizes(config: Config) -> dict[str, int]:
-    """Numbers of each parameter that trains, by layer and name."""
-    return {
-        ".".join((layer, *parameter.path)): math.prod(parameter.shape)
-        for layer, kind in layers(config.model).items()
-        for parameter in kind.parameters
-        if parameter.trains
-    }
 
 
 def _with_outer(stage: StagePlan, owned: set[str], sizes: dict[str, int]) -> StagePlan:

@@ -17,10 +17,40 @@ Its entries:
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
     val_losses     the validation loss of each set, where sets have names
     spike          whether it is one, where the run looks for spikes
+    island         whose numbers these are, where each process has a stage of one
     own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 ProcessStep = dict[str, Any]
+MEANS = ("loss", "grad_norm", "learning_rate")  # over islands
+
+
+def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
+    """All that processes know of a step: of islands the means, as one process has them.
+
+    >>> known_of([{"loss": 2.0, "skipped": False, "island": 0}, {"val_loss": 5.0, "island": 0},
+    ...           {"loss": 4.0, "skipped": True, "island": 1}])
+    {'loss': 3.0, 'skipped': True, 'island': 1, 'val_loss': 5.0}
+    """
+    islands: dict[int, ProcessStep] = {}
+    for report in reports:
+        islands.setdefault(report.get("island", 0), {}).update(report)
+    own = [islands[k] for k in sorted(islands)]
+    known: ProcessStep = {}
+    for island in own:
+        known = {**known, **island}
+    if len(own) == 1:
+        return known
+    mean = lambda values: math.fsum(values) / len(own)
+    known |= {name: mean(island[name] for island in own) for name in MEANS if name in known}
+    known["skipped"] = any(island["skipped"] for island in own)
+    if "auxiliary" in known:
+        known["auxiliary"] = {
+            name: mean(island["auxiliary"][name] for island in own) for name in known["auxiliary"]
+        }
+    return known

@@ -24,7 +24,7 @@ from holmesjax.report import history, link_losses
 from holmesjax.report.console import Console
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
-from holmesjax.report.process_step import ProcessStep
+from holmesjax.report.process_step import ProcessStep, known_of
 from holmesjax.runtime.timeline import Interval, busy_shares, from_first_start
 from holmesjax.units import duration
 
@@ -176,9 +176,7 @@ class Recorder:
         return {"time_left_s": left * (now_s - self._first_s) / count}
 
     def _write(self, reports: Sequence[ProcessStep]) -> None:
-        known: ProcessStep = {}
-        for report in reports:
-            known |= report
+        known = known_of(reports)
         intervals = from_first_start(
             [Interval(*i) for report in reports for i in report["intervals"]]
         )

@@ -126,6 +126,7 @@ class Chunk:
     unproven: str | None = ops.UNCHECKED  # what the Pallas kernels lack for `auto`, if anything
     island: int | None = None  # whose plan `plan` is, in a run with islands
     before: int = 0  # chunks of the islands before it
+    islands: tuple[tuple[str, ...], ...] = ()  # the clusters of each island of the run
 
     @property
     def number(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ from holmesjax.hosts.agent_messages import (
 )
 from holmesjax.hosts.doctor import Finding
 from holmesjax.job import Job
-from holmesjax.plan.plan import Axis
+from holmesjax.plan.plan import Axis, Plan
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes
 from holmesjax.transport import addresses
 from launch import writable_outputs
@@ -224,16 +224,26 @@ def ways(job: Job) -> set[tuple[str, str, str]]:
         nodes = list(stage)
         fabric = domain_fabric(job.topology, list(stage.values()))
         found |= {(a, b, fabric) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)}
-    homes = [home for home, _ in job.plan.chunks]
-    joined = set(pairwise(homes))
-    if job.config.model.tied_embeddings:
-        joined.add((homes[0], homes[-1]))
-    for source, target in joined:
+    for source, target in _joined(job.plan, job.config.model.tied_embeddings):
         clusters = [_by_cluster(stages[end]) for end in (source, target)]
         for ends in product(*clusters):
             for a, b in paired(*ends):
                 found.add((a.node, b.node, fabric_between(job.topology, a, b)))
     return {way for a, b, fabric in found if a != b for way in ((a, b, fabric), (b, a, fabric))}
+
+
+def _joined(plan: Plan, is_tied: bool) -> set[tuple[int, int]]:
+    """The stages that hand something to each other, in steps and in meetings of islands."""
+    first, joined = 0, set[tuple[int, int]]()
+    holders: dict[str, list[int]] = defaultdict(list)  # of each layer, one stage in each island
+    for pipeline in plan.pipelines:
+        homes = [first + home for home, _ in pipeline.chunks]
+        joined |= set(pairwise(homes)) | ({(homes[0], homes[-1])} if is_tied else set())
+        for s, stage in enumerate(pipeline.stages, start=first):
+            for layer in stage.layers:
+                holders[layer].append(s)
+        first += len(pipeline.stages)
+    return joined.union(*(combinations(stages, 2) for stages in holders.values()))
 
 
 def _by_cluster(stage: Mapping[str, Process]) -> list[list[Process]]:

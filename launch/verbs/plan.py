@@ -15,7 +15,8 @@ from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan import forecast, pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
-from holmesjax.planner import explain
+from holmesjax.planner.explain import Explanation
+from holmesjax.planner.islands_explained import IslandsExplanation, describe_run, explain_run
 from holmesjax.planner.planner import make_changed_plan
 from holmesjax.planner.selection import Saying
 from holmesjax.report import trace
@@ -35,13 +36,13 @@ def run(args: argparse.Namespace) -> int:
         if args.what_if:
             changed = _changed(job, Path(args.target), args.what_if, say, usable_memory)
         if args.explain:
-            explained = explain.explain(job.config, job.topology, say, usable_memory)
+            explained = explain_run(job.config, job.topology, say, usable_memory)
     if args.json:
         print(_as_json(job, changed, explained))
         return 0
     lines = job.describe(pool)
     if explained:
-        lines += explain.describe(explained)
+        lines += describe_run(explained)
     if changed:
         is_pinned = bool(pins.pins(job.config.parallel))
         described = plans.describe(changed.plan, kind_names(job.config.model), is_pinned=is_pinned)
@@ -78,7 +79,9 @@ def _difference(job: Job, changed: Job) -> str:
     return f"a step of {show(after_s, 's')}, {change} the {show(before_s, 's')} of the plan above"
 
 
-def _as_json(job: Job, changed: Job | None, explained: explain.Explanation | None) -> str:
+def _as_json(
+    job: Job, changed: Job | None, explained: Explanation | IslandsExplanation | None
+) -> str:
     """Returns the plan as `Plan.to_json`; additions have keys of their own."""
     if not changed and not explained:
         return job.plan.to_json()

@@ -9,22 +9,16 @@ import pytest
 
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
-from holmesjax.errors import FatalError
-from holmesjax.islands.meeting import IslandMeetings, digest
+from holmesjax.errors import PeerError
+from holmesjax.islands.agreement import Agreement, Digests
+from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meeting_bytes, outer_step
 from holmesjax.runtime.chunk import ChunkState
+from tests.diloco import diloco
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
 CUTS = [((2, 2), 1, 1), ((4,), 2, 1), ((1, 3), 1, (1, 2))]  # of each island: unlike ones
 NESTEROV, HEAVY_BALL = OuterConfig(), OuterConfig(rate=0.5, momentum=0.6, nesterov=False)
-
-
-def diloco(outer, of_islands, weights, momentum):
-    """The rule as papers and PyTorch's SGD have it, in float64."""
-    gradient = weights - np.mean([own.astype(np.float64) for own in of_islands], axis=0)
-    momentum = outer.momentum * momentum + gradient
-    step = gradient + outer.momentum * momentum if outer.nesterov else momentum
-    return weights - outer.rate * step, momentum
 
 
 @pytest.mark.parametrize("outer", [NESTEROV, HEAVY_BALL])
@@ -53,7 +47,7 @@ def test_rate_1_without_momentum_gives_the_mean_to_the_bit():
 
 def islands_of(cuts):
     """The chunks of islands side by side on the devices here."""
-    start, found = 0, []
+    start, found = 0, {}
     for k, (split, data, tensor) in enumerate(cuts):
         plan = hand_made_plan(split, data, tensor)
         moved = tuple(
@@ -62,7 +56,7 @@ def islands_of(cuts):
         )
         start += sum(len(stage.devices) for stage in moved)
         chunks = make_chunks(make_model(), dataclasses.replace(plan, stages=moved))
-        found.append([dataclasses.replace(chunk, island=k) for chunk in chunks])
+        found[k] = [dataclasses.replace(chunk, island=k) for chunk in chunks]
     return found
 
 
@@ -81,52 +75,69 @@ def numbers(states, what):
 @pytest.mark.parametrize("count", [2, 3])
 def test_unlike_islands_meet_by_the_rule(count):
     islands, random = islands_of(CUTS[:count]), np.random.default_rng(count)
-    drawn = [states_of(chunks, random) for chunks in islands]
-    meeting = IslandMeetings(islands, NESTEROV)
+    drawn = {k: states_of(chunks, random) for k, chunks in islands.items()}
+    meeting = IslandMeetings(islands, count, NESTEROV)
     states = meeting.begin(drawn)
-    owned = [numbers(own, lambda state: state.outer.weights) for own in states]
+    owned = [numbers(own, lambda state: state.outer.weights) for own in states.values()]
     names = [name for own in owned for name in own]
     weights = {name: x for own in owned for name, x in own.items()}
     assert sorted(names) == sorted(numbers(states[0], lambda state: state.params))  # each once
     momentum = dict.fromkeys(weights, 0.0)
     sizes = {name: x.size for name, x in weights.items()}
     for step in (1, 2):
-        of_islands = [numbers(own, lambda state: state.params) for own in states]
+        of_islands = [numbers(own, lambda state: state.params) for own in states.values()]
         for name in weights:
             own = [arrays[name] for arrays in of_islands]
             weights[name], momentum[name] = diloco(NESTEROV, own, weights[name], momentum[name])
         states = meeting.meet(states, step)
-        of_islands = [numbers(own, lambda state: state.params) for own in states]
+        of_islands = [numbers(own, lambda state: state.params) for own in states.values()]
         for name, own in itertools.product(weights, of_islands):
             np.testing.assert_allclose(own[name], weights[name], rtol=0, atol=2e-6)
             np.testing.assert_array_equal(own[name], of_islands[0][name])
-        for chunks, own in zip(islands, states, strict=True):
+        for k, own in states.items():
             where = lambda tree: [x.sharding for x in jax.tree.leaves(tree)]
-            for chunk, state in zip(chunks, own, strict=True):
+            for chunk, state in zip(islands[k], own, strict=True):
                 assert where(state.params) == where(chunk.state_shapes.params)
         sent = [0] * count
         for link, num_bytes in meeting.take_bytes().items():
             sent[int(link.split()[1])] += num_bytes
         assert sent == meeting_bytes(sizes, count)
         move = lambda x: x + 0.01 * random.normal(size=x.shape).astype(np.float32)
-        states = [
-            [dataclasses.replace(s, params=jax.tree.map(move, s.params)) for s in own]
-            for own in states
-        ]
+        states = {
+            k: [dataclasses.replace(s, params=jax.tree.map(move, s.params)) for s in own]
+            for k, own in states.items()
+        }
 
 
-def test_an_island_with_other_bits_is_named(monkeypatch):
+@pytest.mark.parametrize("odd", [0, 1])
+def test_an_island_with_other_bits_is_named(monkeypatch, odd):
+    """Whichever it is."""
     islands = islands_of(CUTS[:2])
-    meeting = IslandMeetings(islands, NESTEROV)
-    states = meeting.begin([states_of(chunks, np.random.default_rng(0)) for chunks in islands])
+    meeting = IslandMeetings(islands, 2, NESTEROV)
+    random = np.random.default_rng(0)
+    states = meeting.begin({k: states_of(chunks, random) for k, chunks in islands.items()})
+    states = meeting.meet(states, 1)
     new = IslandMeetings._new_weights
 
-    def flipped(self, island, outer):
-        arrays = new(self, island, outer)
+    def flipped(self, island, owned):
+        arrays = new(self, island, owned)
         name = next(iter(arrays))
-        return {**arrays, name: arrays[name].at[0].add(1e-6)} if island else arrays
+        return {**arrays, name: arrays[name].at[0].add(1e-6)} if island == odd else arrays
 
-    assert digest(meeting.meet(states, 1)[1]) == digest(meeting.meet(states, 1)[0])
     monkeypatch.setattr(IslandMeetings, "_new_weights", flipped)
-    with pytest.raises(FatalError, match="island 1: has other weights than island 0 after"):
+    with pytest.raises(PeerError, match=f"island {odd}: has other weights than the owners after"):
         meeting.meet(states, 2)
+
+
+def test_stages_agree_once_all_have_told():
+    """The first two of three stages are an island; a parameter of the last has flipped."""
+    agreement = Agreement((0, 0, 1))
+    stages = [Digests({"a": "1"}, {}), Digests({"b": "2"}, {"b": "2"})]
+    for step, digest in ((2, "1"), (4, "7")):
+        agreement.take(step, 1, stages[1])
+        agreement.take(step, 2, Digests({"a": digest, "b": "2"}, {"a": "1"}))
+        if step == 2:
+            agreement.take(step, 0, stages[0])
+    with pytest.raises(PeerError, match="a has the digest 7, not 1") as error:
+        agreement.take(4, 0, stages[0])
+    assert error.value.where == "island 1"

@@ -2,19 +2,25 @@
 
 import dataclasses
 import io
+import shutil
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from holmesjax import Trainer, job
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import island_states, manifest, restoring
+from holmesjax.checkpoints.restoring import flatten
+from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
-from holmesjax.plan.processes import make_processes
+from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
+from tests.diloco import diloco
 
 RUN = "configs/runs/quickstart.yaml"
 SMALL = {
@@ -67,11 +73,7 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     between = saved(tmp_path / "cut", 3)
     table = "params.embed.token_VD"
     assert between[f"island_0.{table}"] != between[f"island_1.{table}"]
-    with pytest.raises(HolmesError, match="is of another set of islands"):
-        trainer(tmp_path / "cut").run()
-    narrow = {**ISLANDS, "train.eval_every": 4, "optimizer.moments": "int8"}
-    with pytest.raises(HolmesError, match="or other moments, so far"):
-        trainer(tmp_path / "cut", **narrow).run()
+    shutil.copytree(tmp_path / "cut", tmp_path / "others")
     Trainer(tmp_path / "cut", stream=io.StringIO()).run()
     assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
     ends = [run.history[-1] for run in (whole, cut)]
@@ -81,6 +83,54 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
         assert end[name] == end[f"island_0.{name}"] == end[f"island_1.{name}"]
     assert main(["generate", str(tmp_path / "whole"), "--prompt", "a", "--max-tokens", "2"]) == 0
     capsys.readouterr()
+    go_on_with_others(tmp_path / "others")
+
+
+def go_on_with_others(folder):
+    """A pipeline goes on where two islands were between meetings, and then one island does.
+
+    The pipeline begins with the weights of a meeting, and with the mean of the moments.
+    """
+    islands = arrays_of(folder, 3)
+    one = trainer(folder, **{"train.steps": 4, "checkpoint.every": 1})
+    one.start()
+    for name, x in flatten(one.params).items():
+        own = [islands[f"island_{k}.params.{name}"] for k in (0, 1)]
+        outer = islands[f"params.{name}"], islands[f"outer.momentum.{name}"]
+        wide = [array.astype(np.float64) for array in outer]
+        np.testing.assert_allclose(x, diloco(OuterConfig(), own, *wide)[0], rtol=0, atol=1e-6)
+    for name, x in flatten(one.opt_state).items():
+        own = [islands[f"island_{k}.opt_state.{name}"] for k in (0, 1)]
+        mean = own[0] if own[0].dtype == np.int32 else np.mean(own, axis=0, dtype=np.float64)
+        np.testing.assert_allclose(x, mean, rtol=1e-6)
+    one.run()
+    said = one._stream.getvalue()
+    for words in (
+        "begin with the global weights, for which they meet once more",
+        "the pipeline goes on with the mean of the moments of (ib), (roce)",
+    ):
+        assert words in said
+    alone = {**ISLANDS, "parallel.islands": [["ib", "roce"]], "train.steps": 5}
+    trainer(folder, **alone).run()
+    assert "island_0.params.embed.token_VD" in saved(folder)
+
+
+def arrays_of(run_dir, step):
+    """All arrays of a checkpoint, by name."""
+    checkpoint = manifest.at(manifest.folder_of(run_dir, step))
+    shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
+    shapes = {name: shape(own) for name, own in checkpoint.manifest["arrays"].items()}
+    return restoring._restore_tree(checkpoint, shapes)
+
+
+@pytest.mark.parametrize("odd", [None, "island_0.params.a", "island_1.params.b"])
+def test_islands_are_between_meetings_where_one_has_other_weights(odd):
+    names = [f"{where}params.{x}" for where in ("", "island_0.", "island_1.") for x in "ab"]
+    arrays = {name: {"digest": name[-1] + "*" * (name == odd)} for name in names}
+    checkpoint = SimpleNamespace(
+        manifest={"arrays": arrays}, settings={"parallel": {"islands": [["x"], ["y"]]}}
+    )
+    assert island_states.is_between_meetings(checkpoint) == (odd is not None)
 
 
 class Rows:
@@ -95,9 +145,9 @@ class Rows:
 def test_islands_share_the_batches_of_a_run_without():
     config = job.load(RUN, {**SMALL, "train.eval_every": 2, "train.eval_batches": 2}).config
     batches = read_batches(config)
-    placer = IslandsPlacer([Rows(), Rows()])
+    placer = IslandsPlacer({0: Rows(), 1: Rows()}, 2)
     for what in (Step(32, 16), Validation(0), Validation(1)):
-        parts = placer.make(batches, what).parts
+        parts = list(placer.make(batches, what).parts.values())
         whole = Rows().make(batches, what)
         assert [len(part.token_NL) for part in parts] == [8, 8]
         tokens = np.concatenate([part.token_NL for part in parts])
@@ -120,6 +170,28 @@ def test_the_plan_says_islands_bytes_and_seconds():
     assert plan.step_time_s == pytest.approx(slowest_s + least_s / 2)
     with pytest.raises(HolmesError, match="meeting must have the bytes of each island"):
         Plan.from_json(dataclasses.replace(plan, meeting=None).to_json())
+
+
+def test_islands_are_explained_beside_a_pipeline():
+    """The ways are what plans of their own say."""
+    planned = job.load(RUN, {**SMALL, **ISLANDS})
+    found = explain_run(planned.config, planned.topology)
+    own, often, *_, pipeline = found.ways
+    plans = {
+        own: planned.plan,
+        often: job.load(RUN, {**SMALL, **ISLANDS, "parallel.every": 1}).plan,
+        pipeline: job.load(RUN, SMALL).plan,
+    }
+    for way, plan in plans.items():
+        assert way.step_s == pytest.approx(plan.step_time_s)
+    assert own.sent_bytes == max(planned.plan.meeting.bytes) / 2 == often.sent_bytes / 2
+    assert pipeline.sent_bytes == plans[pipeline].boundary_bytes * plans[pipeline].microbatches
+    islands = planned.plan.islands
+    steps_s = [explanation.step_s for explanation in found.islands]
+    assert steps_s == pytest.approx([island.step_time_s for island in islands])
+    text = "\n".join(describe_run(found))
+    for words in ("islands that meet in every step", "a pipeline over the links", "island 1: roce"):
+        assert words in text
 
 
 REFUSED = {
@@ -149,9 +221,3 @@ def test_what_islands_cannot_have_is_refused(message):
     where, _, problem = message.partition(": ")
     assert where in str(caught.value)
     assert problem in str(caught.value)
-
-
-def test_processes_are_refused():
-    planned = job.load(RUN, {**SMALL, **ISLANDS})
-    with pytest.raises(HolmesError, match="runs in one process so far"):
-        make_processes(planned.plan, planned.topology, "node")

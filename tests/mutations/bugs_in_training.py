@@ -4,6 +4,36 @@ from tests.mutations.bug import Bug
 
 TRAINING = (
     Bug(
+        name="first-island-is-right",
+        module="holmesjax.islands.agreement",
+        old="if digest != owned[name]]",
+        new="if digest != islands[0].weights[name]]",
+        wrong="an island that differs is not named where it is the first",
+        tests=("tests/islands/test_meeting.py::test_an_island_with_other_bits_is_named",),
+    ),
+    Bug(
+        name="moments-of-all-islands",
+        module="holmesjax.checkpoints.island_states",
+        old="return shared or list(range(len(old)))",
+        new="return list(range(len(old)))",
+        wrong="an island that goes on has the moments of others",
+        tests=(
+            "tests/islands/test_runs.py::"
+            "test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits",
+        ),
+    ),
+    Bug(
+        name="last-meeting-left-out",
+        module="holmesjax.checkpoints.restoring",
+        old="if not island_states.is_between_meetings(checkpoint):",
+        new="if True:",
+        wrong="a pipeline begins without the steps of islands since their last meeting",
+        tests=(
+            "tests/islands/test_runs.py::"
+            "test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits",
+        ),
+    ),
+    Bug(
         name="weight-of-a-choice-left-out",
         module="kernels.experts",
         old="hidden_SF = _activate(static, inner) * weight_S[:, None]",

@@ -1,0 +1,68 @@
+"""Islands of processes: the bits of one process, whoever is killed, and who is named."""
+
+import io
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from holmesjax import Trainer
+from holmesjax.checkpoints import manifest
+from holmesjax.report import metrics
+from tests.jobs import RunningJob, compiling_once, write_run
+
+SETTINGS = [
+    *("parallel.clusters=null", "parallel.across=local_updates", "parallel.every=2"),
+    *("parallel.microbatches=1", "model.num_layers=2", "model.width=16", "model.num_heads=2"),
+    *("train.steps=7", "train.eval_every=4", "train.eval_batches=1", "checkpoint.every=3"),
+]
+PAIRS = ["parallel.islands=[[a,b],[c,d]]", "parallel.stages=2"]
+CLUSTERS = dict.fromkeys("abcd", (1,))
+
+
+def saved(run_dir, step):
+    """The digests of all arrays of a checkpoint."""
+    arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
+    return {name: own["digest"] for name, own in arrays.items()}
+
+
+def assert_same_runs(one, other):
+    """Both runs have the same bits between two meetings and at their end, and the same numbers."""
+    for step in (3, 7):
+        assert saved(one, step) == saved(other, step)
+    ours, theirs = (list(metrics.read(folder)) for folder in (one, other))
+    assert [x.get("val_loss") for x in ours] == [x.get("val_loss") for x in theirs]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        np.testing.assert_allclose(*([x[name] for x in own] for own in (ours, theirs)), rtol=3e-7)
+    assert [x["link_bytes"] for x in ours] == [x["link_bytes"] for x in theirs]
+    assert ours[3]["link_bytes"].keys() > ours[2]["link_bytes"].keys()
+
+
+def test_a_process_is_killed_and_the_bits_are_those_of_one_process(tmp_path):
+    """Each island is a pipeline of two stages. Step 3 is between two meetings."""
+    run_file = write_run(tmp_path, CLUSTERS)
+    words = [run_file, "--launcher", "local", "--max-restarts", 1, *SETTINGS, *PAIRS]
+    with RunningJob(*words, env=compiling_once(tmp_path)) as job:
+        job.until("step 5/")
+        os.kill(job.workers()[3], signal.SIGKILL)
+        assert job.end() == 0, job.output
+    assert "starting again" in job.output
+    one = [*SETTINGS, *PAIRS, f"run.dir={tmp_path / 'one'}"]
+    Trainer(run_file, one, io.StringIO()).run()
+    assert_same_runs(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("moment", ["step 2/", "step 4/", "step 6/"])
+def test_three_islands_go_on_to_the_same_bits_whoever_is_killed(tmp_path, number, moment):
+    run_file = write_run(tmp_path, dict.fromkeys("abc", (1,)))
+    settings = [*SETTINGS, "train.global_batch=12"]
+    words = [run_file, "--launcher", "local", "--max-restarts", 1, *settings]
+    with RunningJob(*words) as job:
+        job.until(moment)
+        os.kill(job.workers()[number], signal.SIGKILL)
+        assert job.end() == 0, job.output
+    Trainer(run_file, [*settings, f"run.dir={tmp_path / 'one'}"], io.StringIO()).run()
+    assert_same_runs(tmp_path / "run", tmp_path / "one")
