@@ -25,7 +25,7 @@ from holmesjax.hugging_face import (
 )
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
-from holmesjax.hugging_face.tensors import Place, places
+from holmesjax.hugging_face.tensors import Place, places, shapes_of
 from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.model_layers import EMBED
 
@@ -56,7 +56,7 @@ HOW_TO_CONVERT = (
 class Weights:
     """The tensors of a folder that hold a model's parameters."""
 
-    places: Mapping[str, Mapping[str, Place]]  # by layer and parameter
+    places: Mapping[str, Mapping[str, tuple[Place, ...]]]  # by layer and parameter
     tensors: Mapping[str, Tensor]
 
     @property
@@ -67,10 +67,11 @@ class Weights:
 
     def read(self, layer: str, parameter: str, box: Box | None = None) -> np.ndarray:
         """The elements in a box of a parameter, or all of them, float32."""
-        place = self.places[layer][parameter]
+        places = self.places[layer][parameter]
         if box is None:
-            box = tuple((0, size) for size in place.parameter.shape)
-        return tensor_rows.read(place, self.tensors[place.tensor], box)
+            of_experts = () if places[0].expert is None else (len(places),)
+            box = tuple((0, size) for size in (*of_experts, *places[0].parameter.shape))
+        return tensor_rows.read(places, self.tensors, box)
 
 
 def settings_of(folder: str) -> dict[str, Any]:
@@ -106,8 +107,8 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     config_json_export.write(model, family, "float32")  # as a check
     found = _by_our_names(folder, _all_tensors(folder), family)
     layers = places(model, family)
-    shapes = {place.tensor: place.shape for layer in layers.values() for place in layer.values()}
-    table = layers[EMBED]["token_VD"].tensor
+    shapes = shapes_of(layers)
+    table = layers[EMBED]["token_VD"][0].tensor
     tied = {HEAD_TENSOR} if model.tied_embeddings and HEAD_TENSOR in found else set()
     if tied and table not in found:  # the same numbers, under the other name
         found[table] = found.pop(HEAD_TENSOR)

@@ -100,6 +100,18 @@ def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_pa
         np.testing.assert_allclose(found, theirs.logits, atol=NEAR)
 
 
+def test_an_imported_model_with_experts_is_exported_with_all_its_bits(tmp_path):
+    """The loads of experts are parameters of the run, and of no folder."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    write_folder(source, "qwen3_moe", 2)
+    assert main(["import", str(source), "--to", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(out)]) == 0
+    found, wanted = (load_file(where / "model.safetensors") for where in (out, source))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=["stages", "one stage"])
 def test_the_devices_of_any_plan_read_what_they_hold(plan, tmp_path):
     model = write_folder(tmp_path / "in", "gemma2", 2, "BF16")

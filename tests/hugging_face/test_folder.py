@@ -38,8 +38,9 @@ def test_any_box_of_a_parameter_is_read(family: str, tmp_path, monkeypatch):
     assert weights.dtype == "BF16"
     random = np.random.default_rng(0)
     for layer, its_places in places(model, family).items():
-        for name, place in its_places.items():
-            whole = place.to_parameter(tensors[place.tensor]).astype(np.float32)
+        for name, own in its_places.items():
+            parts = [place.to_parameter(tensors[place.tensor]).astype(np.float32) for place in own]
+            whole = parts[0] if own[0].expert is None else np.stack(parts)
             ends = [np.sort(random.choice(n + 1, 2, replace=False)) for n in whole.shape]
             box = tuple((int(a), int(b)) for a, b in ends)
             expected = whole[tuple(slice(*bounds) for bounds in box)]
@@ -57,7 +58,8 @@ def test_a_part_of_heads_or_of_a_width_is_read_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", counted)
     for name in ("query_DHK", "up_DF", "out_HKD", "down_FD"):  # rows of the tensor; then columns
-        parameter = weights.places["block_000"][name].parameter
+        [place] = weights.places["block_000"][name]
+        parameter = place.parameter
         box = tuple(
             (n // 2 if dim in "HF" else 0, n)
             for dim, n in zip(parameter.dims, parameter.shape, strict=True)

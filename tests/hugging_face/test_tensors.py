@@ -42,7 +42,23 @@ def llama_block(t: Tensors, i: int, h: int, g: int) -> Tensors:
         name = f"{ours}_norm/scale_{letter}K" if is_per_head else f"{ours}_norm/scale_K"
         shape = (n, -1) if is_per_head else (-1,)
         formulas[name] = (f"{a}{theirs}_norm.weight", lambda x, s=shape: x.reshape(s))
-    return {name: make(t[key]) for name, (key, make) in formulas.items() if key in t}
+    found = {name: make(t[key]) for name, (key, make) in formulas.items() if key in t}
+    return found | expert_weights(t, w)
+
+
+def expert_weights(t: Tensors, w: str) -> Tensors:
+    """The parameters of the router and the experts of a layer, if it has any."""
+    mlp, names = f"{w}mlp", ("gate_proj", "up_proj", "down_proj")
+    if f"{w}block_sparse_moe.gate.weight" in t:
+        mlp, names = f"{w}block_sparse_moe", ("w1", "w3", "w2")
+    if f"{mlp}.gate.weight" not in t:
+        return {}
+    router = t[f"{mlp}.gate.weight"]
+    found = {"router/weight_DE": router.T}
+    for ours, theirs in zip(("gate_EDF", "up_EDF", "down_EFD"), names, strict=True):
+        each = [t[f"{mlp}.experts.{e}.{theirs}.weight"].T for e in range(len(router))]
+        found[ours] = np.stack(each)
+    return found
 
 
 def phi3_block(t: Tensors, i: int, h: int, g: int) -> Tensors:
@@ -103,10 +119,10 @@ def test_places_are_those_of_the_formulas_and_fill_each_tensor_once(family: str)
     back = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
     for layer, its_places in found.items():
         assert its_places.keys() == expected[layer].keys()
-        for name, place in its_places.items():
+        for name, place in ((name, place) for name, own in its_places.items() for place in own):
             parameter = place.to_parameter(tensors[place.tensor])
             assert parameter.shape == place.parameter.shape
-            np.testing.assert_array_equal(parameter, expected[layer][name], err_msg=name)
+            np.testing.assert_array_equal(parameter, place.values(expected[layer]), err_msg=name)
             assert np.isnan(back[place.tensor][place.index]).all(), "two parameters in one place"
             back[place.tensor][place.index] = place.to_box(parameter)
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The forward passes of nine families in float64 NumPy, from tensors named as in `transformers`.
+"""The forward passes of eleven families in float64 NumPy, from tensors named as in `transformers`.
 
 It is written from published forward passes, and uses nothing of ours: no layer, and no setting.
 
@@ -103,7 +103,28 @@ FAMILIES = {
     },
     "olmo2": {"f": F8(5e5), "eps": 1e-5},
     "phi3": {"f": plain_frequencies(1e4, 4), "eps": 1e-5, "windows": lambda i: 6},
+    "mixtral": {"f": F8(1e6), "eps": 1e-5, "active": 2},
+    "qwen3_moe": {"f": F16(1e6), "active": 3},
 }
+
+
+def experts(w, h, family, active):
+    """Each token through those experts that its router scores highest."""
+    mlp = "block_sparse_moe" if family == "mixtral" else "mlp"
+    gate, up, down = (
+        ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
+    scores = np.exp(h @ w(f"{mlp}.gate").T)
+    scores /= scores.sum(-1, keepdims=True)
+    out = np.zeros_like(h)
+    for token, row in enumerate(scores):
+        chosen = np.argsort(-row, kind="stable")[:active]
+        total = row[chosen].sum() if family == "mixtral" else 1.0
+        for e in chosen:
+            of = lambda name, e=e: w(f"{mlp}.experts.{e}.{name}")
+            inner = silu(h[token] @ of(gate).T) * (h[token] @ of(up).T)
+            out[token] += row[e] / total * (inner @ of(down).T)
+    return out
 
 
 def block(t, x, i, family, heads, own):
@@ -127,7 +148,7 @@ def block(t, x, i, family, heads, own):
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     width = q.shape[-1] // heads
     q, k, v = (x.reshape(len(x), -1, width) for x in (q, k, v))
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     window = own.get("windows", lambda i: None)(i)
     f = own["window_f"] if window and "window_f" in own else own["f"]
@@ -138,6 +159,8 @@ def block(t, x, i, family, heads, own):
     x = x + (norm("post_attention_layernorm", out) if is_behind else out)
     name = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     h = x if family == "olmo2" else norm(name, x)
+    if f"model.layers.{i}.mlp.gate.weight" in t or family == "mixtral":
+        return x + experts(w, h, family, own["active"])
     if family == "phi3":
         gate, up = np.split(h @ w("mlp.gate_up_proj").T, 2, axis=-1)
     else:

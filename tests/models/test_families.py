@@ -1,4 +1,4 @@
-"""Nine families against golden logits of `transformers` and an oracle in float64 NumPy."""
+"""Eleven families against golden logits of `transformers` and an oracle in float64 NumPy."""
 
 import functools
 
@@ -61,7 +61,8 @@ def loss_of(logits):
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers(family):
     golden, wanted = GOLDEN[family], family_oracle.logits(family, tensors(family), TOKENS)
-    assert sum(kind.size() for kind in layers(MODELS[family]).values()) == golden.parameters
+    stated = [own for kind in layers(MODELS[family]).values() for own in kind.parameters]
+    assert sum(own.size() for own in stated if not own.changes) == golden.parameters
     got, _ = logits_of(family, arrays_of(TOKENS))
     for name, logits in (("oracle", wanted), ("ours", np.float64(got))):
         assert np.abs(logits[-1, :4] - golden.last).max() < NEAR, name
@@ -72,7 +73,10 @@ def test_logits_are_those_of_transformers(family):
     check_parts_through_the_cache(family, wanted)
     check_gradient(family)
     rounded, _ = logits_of(family, arrays_of(TOKENS), kernels=ops.Kernels(dtype="bfloat16"))
-    assert np.sqrt(np.square(rounded - wanted).mean()) / wanted.std() < 0.08
+    of_token = np.square(rounded - wanted).mean(-1)
+    # Rounding sends a few tokens to other experts.
+    typical = np.median(of_token) if MODELS[family].experts else of_token.mean()
+    assert np.sqrt(typical) / wanted.std() < 0.08
 
 
 def check_gradient(family):
