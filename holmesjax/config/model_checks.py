@@ -168,6 +168,30 @@ def experts_are_whole(model: ModelConfig) -> Iterator[ConfigError]:
         yield wrong("model.experts.active", problem, experts.active, fix)
 
 
+def latents_are_whole(model: ModelConfig) -> Iterator[ConfigError]:
+    if (own := model.latent_attention) is None:
+        return
+    if model.head_dim is None:
+        problem = "is missing: model.latent_attention needs the width of queries and keys"
+        yield wrong("model.head_dim", problem, "nothing", "add it, its part that turns included")
+        return
+    where, most = "model.latent_attention", model.head_dim
+    if own.rotary_width % 2 or own.rotary_width >= most:
+        problem = f"must be even and below model.head_dim = {most}"
+        yield wrong(f"{where}.rotary_width", problem, own.rotary_width, f"use {most // 4 * 2}")
+    if own.value_width is not None and own.value_width > most:
+        problem = f"must be at most model.head_dim = {most}"
+        yield wrong(f"{where}.value_width", problem, own.value_width, f"use {most}")
+    plain = {"positions": "rotary", "rotary_fraction": 1.0, "qk_norm": "none", "biases": "none"}
+    plain |= {"num_kv_heads": model.num_kv_heads and model.num_heads, "lora": None, "fp8": None}
+    for name, value in plain.items():
+        if (found := getattr(model, name)) != value:
+            shown = yaml_files.shown(value)
+            problem = f"must be {shown} with model.latent_attention"
+            found = found if isinstance(found, str | int | float) else "a section"
+            yield wrong(f"model.{name}", problem, found, f"use {shown}")
+
+
 def lora_targets_are_there(model: ModelConfig) -> Iterator[ConfigError]:
     if (lora := model.lora) is None:
         return
@@ -209,6 +233,7 @@ def fp8_is_for_whole_training(model: ModelConfig) -> Iterator[ConfigError]:
 OF_TRANSFORMERS = (
     "pattern",
     "experts",
+    "latent_attention",
     "window",
     "hf",
     "lora",

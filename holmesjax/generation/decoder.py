@@ -201,7 +201,8 @@ class Decoder:
 
         def empty(part: ModelPart, kind: Kind) -> Cache:
             assert kind.attention is not None
-            where = part.cache_sharding(kind.attention.key_heads)
+            heads = kind.attention.key_heads if kind.attention.latents is None else 1
+            where = part.cache_sharding(heads)
             return key_cache.empty(kind.attention, num_rows, length, where)
 
         kinds = layers(self.model)

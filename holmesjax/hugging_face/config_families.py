@@ -74,6 +74,7 @@ class Family:
     # Setting of `model.experts` -> key, of a family with experts. A key that it lacks has the
     # setting's default; without the width, that of a feed-forward is the width of an expert.
     experts: Mapping[str, str] = field(default_factory=dict)
+    expert_settings: Mapping[str, Any] = field(default_factory=dict)  # that all of its experts have
 
 
 RMS = {"norm": "rms_norm"}
@@ -220,5 +221,44 @@ FAMILIES: dict[str, Family] = {
             "width": "moe_intermediate_size",
             "normalized": "norm_topk_prob",
         },
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        keys={key: x for key, x in LLAMA_KEYS.items() if key not in ("num_kv_heads", "head_dim")},
+        defaults={
+            **{
+                key: x
+                for key, x in _llama.items()
+                if key not in ("num_key_value_heads", "head_dim")
+            },
+            **{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432},
+            **{"num_hidden_layers": 61, "num_attention_heads": 128},
+            **{"max_position_embeddings": 4096, "first_k_dense_replace": 3},
+            **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64},
+            **{"qk_nope_head_dim": 128, "v_head_dim": 128},
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8},
+            **{"moe_intermediate_size": 2048, "norm_topk_prob": True},
+            **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+        },
+        settings=RMS,
+        computes={
+            **NO_BIAS,
+            **ROTATES_ALL,
+            "rms_norm_eps": (1e-6,),  # that of the norms of latents, whatever the others have
+            "rope_interleave": (True, None),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        experts={
+            "count": "n_routed_experts",
+            "active": "num_experts_per_tok",
+            "width": "moe_intermediate_size",
+            "normalized": "norm_topk_prob",
+            "scale": "routed_scaling_factor",
+            "groups": "n_group",
+            "active_groups": "topk_group",
+        },
+        expert_settings={"scores": "sigmoid", "biased": True},
     ),
 }

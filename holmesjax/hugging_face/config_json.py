@@ -8,6 +8,7 @@ Rotary positions are read and written in both of their spellings, the older of w
 `rope_theta` and `rope_scaling`, the newer `rope_parameters`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +116,26 @@ class ConfigJson:
             kinds = [EXPERT_BLOCK if x else kind for x, kind in zip(has, kinds, strict=True)]
             settings["pattern"] = shortest(kinds)
             settings["experts"] = self._experts()
+        if "kv_lora_rank" in rules.defaults:
+            settings |= self._latents(settings["num_heads"])
         if settings.get("positions") != "learned":
             settings |= self._rotary(any(windowed), settings)
+        if "latent_attention" in settings:
+            settings["attention_scale"] = _scale_of_latents(settings)
         return settings
+
+    def _latents(self, num_heads: int) -> Json:
+        """The settings of attention with latents."""
+        whole = lambda key: self.number(key, self.get(key), int)
+        if (found := self.get("num_key_value_heads")) not in (None, num_heads):
+            problem = f"must be num_attention_heads = {num_heads}: each head has keys of its own"
+            raise self.refusal("num_key_value_heads", problem, found, f"use {num_heads}")
+        own = {"rank": whole("kv_lora_rank"), "query_rank": self.get("q_lora_rank")}
+        if own["query_rank"] is not None:
+            own["query_rank"] = whole("q_lora_rank")
+        own |= {"rotary_width": whole("qk_rope_head_dim"), "value_width": whole("v_head_dim")}
+        head_dim = whole("qk_nope_head_dim") + own["rotary_width"]
+        return {"latent_attention": own, "head_dim": head_dim}
 
     def _setting(self, name: str, key: str) -> Any:
         value = self.get(key)
@@ -184,6 +202,12 @@ class ConfigJson:
         """Whether each layer has experts, in a family with experts."""
         if self.family == "mixtral":
             return [True] * num_layers
+        if self.family == "deepseek_v3":
+            first = self.get("first_k_dense_replace")
+            if type(first) is not int or first < 0:
+                problem = "must be a whole number"
+                raise self.refusal("first_k_dense_replace", problem, first, "download it again")
+            return [i >= first for i in range(num_layers)]
         turn = self.number("decoder_sparse_step", self.get("decoder_sparse_step"), int)
         dense = self.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(i) is int for i in dense):
@@ -206,12 +230,15 @@ class ConfigJson:
                     raise self.refusal(key, "must be true or false", value, "download it again")
                 found[name] = value
             elif name != "count":
-                found[name] = self.number(key, self.get(key), int)
+                found[name] = self.number(key, self.get(key), float if name == "scale" else int)
+        if "n_shared_experts" in self.rules.defaults:
+            num_shared = self.number("n_shared_experts", self.get("n_shared_experts"), int)
+            found["shared_width"] = num_shared * found["width"]
         if found["active"] == 1 and found.get("normalized", True):
             # The weight of its only expert is 1 there, and its score in ours.
             problem = "must be above 1 where the weights of a token's experts are made to sum to 1"
             raise self.refusal(keys["active"], problem, 1, "use a model with two or more")
-        return found
+        return found | dict(self.rules.expert_settings)
 
     # ---- rotary positions ------------------------------------------------------------------------
 
@@ -277,6 +304,14 @@ class ConfigJson:
             if name in found:
                 found[name] = self.number(f"{key}.{name}", found[name])
         return {"type": kind, **found}
+
+
+def _scale_of_latents(settings: Mapping[str, Any]) -> float:
+    """The factor of scores of attention with latents: yarn raises it for long sequences."""
+    scaling = settings.get("rotary_scaling") or {}
+    factor, share = scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0
+    raised = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return float(settings["head_dim"] ** -0.5 * raised * raised)
 
 
 def _type_of(section: Json) -> object:

@@ -15,10 +15,11 @@ from holmesjax.hugging_face.config_json import (
     Json,
     shortest,
 )
+from holmesjax.layer_specs import latent_attention
 from holmesjax.layer_specs.experts import expert_width
 
 # Settings of experts that count in training alone.
-OF_TRAINING = ("balance_loss", "router_z_loss", "capacity_factor")
+OF_TRAINING = ("balance_loss", "router_z_loss", "capacity_factor", "bias_rate")
 
 
 def write(model: ModelConfig, family: str, dtype: str) -> Json:
@@ -45,6 +46,8 @@ def write(model: ModelConfig, family: str, dtype: str) -> Json:
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if rules.experts:
         values |= _experts(model, family)
+    if "kv_lora_rank" in rules.defaults:
+        values |= _latents(model, family)
     if "query_pre_attn_scalar" in rules.defaults:
         values["query_pre_attn_scalar"] = max(1, round(whole["attention_scale"] ** -2))
     if family != "gpt2":
@@ -81,13 +84,15 @@ def canonical(model: ModelConfig) -> Json:
     settings["pattern"] = tuple(shortest(turns))
     if model.window_rotary_base == model.rotary_base and model.rotary_scaling is None:
         settings["window_rotary_base"] = None
+    if model.latent_attention is not None:
+        settings["latent_attention"]["value_width"] = latent_attention.value_width(model)
     experts = settings.pop("experts")
     settings["experts"] = experts is not None
     if model.experts is not None:
         own = {name: value for name, value in experts.items() if name not in OF_TRAINING}
         own["width"] = expert_width(model)
         own["normalized"] = model.experts.normalized and model.experts.active > 1
-        own["bias_rate"] = model.experts.bias_rate > 0  # whether there are biases
+        own["biased"] = model.experts.biased or model.experts.bias_rate > 0
         settings |= {f"experts.{name}": value for name, value in own.items()}
         if set(turns) == {EXPERT_BLOCK}:  # no layer has the other width
             settings["mlp_width"] = None
@@ -108,9 +113,30 @@ def _experts(model: ModelConfig, family: str) -> Json:
     found = {key: whole[f"experts.{name}"] for name, key in FAMILIES[family].experts.items()}
     if family == "mixtral":
         return found | {"intermediate_size": expert_width(model)}
+    if family == "deepseek_v3":
+        kinds, own = _kinds(model), model.experts
+        first = kinds.index(EXPERT_BLOCK) if EXPERT_BLOCK in kinds else len(kinds)
+        found |= {"first_k_dense_replace": first, "intermediate_size": model.feed_forward_width}
+        found |= {"n_shared_experts": (own.shared_width or 0) // expert_width(model)}
+        return found | {"num_nextn_predict_layers": 0}
     dense = [i for i, kind in enumerate(_kinds(model)) if kind != EXPERT_BLOCK]
     found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     return found | {"intermediate_size": model.feed_forward_width}
+
+
+def _latents(model: ModelConfig, family: str) -> Json:
+    """The keys of attention with latents. Raises ConfigError for a model without any."""
+    if (own := model.latent_attention) is None:
+        problem, fix = f"is missing: a {family} has latents", "export it as another family"
+        raise ConfigError("model.latent_attention", problem, found="none", fix=fix)
+    return {
+        "kv_lora_rank": own.rank,
+        "q_lora_rank": own.query_rank,
+        "qk_rope_head_dim": own.rotary_width,
+        "qk_nope_head_dim": model.head_width - own.rotary_width,
+        "v_head_dim": latent_attention.value_width(model),
+        "num_key_value_heads": model.num_heads,
+    }
 
 
 def _windows(model: ModelConfig, family: str) -> Json:
@@ -180,6 +206,8 @@ def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: st
         return {**kept.values, **written, **own}
     types = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
     types["architectures"] = written["architectures"]
+    if "num_nextn_predict_layers" in written:  # layers that are not imported
+        types["num_nextn_predict_layers"] = 0
     return {**write(before, family, dtype), **kept.values, **types}
 
 

@@ -106,6 +106,9 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     family = config.family
     config_json_export.write(model, family, "float32")  # as a check
     found = _by_our_names(folder, _all_tensors(folder), family)
+    for i in range(config.values.get("num_nextn_predict_layers") or 0):  # which follow the others
+        prefix = f"model.layers.{model.num_layers + i}."
+        found = {name: x for name, x in found.items() if not name.startswith(prefix)}
     layers = places(model, family)
     shapes = shapes_of(layers)
     table = layers[EMBED]["token_VD"][0].tensor

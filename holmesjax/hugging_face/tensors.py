@@ -14,11 +14,12 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import EXPERT_BLOCK, ModelConfig
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.layer_specs.lora import adapters
@@ -72,6 +73,21 @@ QWEN3_MOE: Table = {
     "up_EDF": ("mlp.experts.{}.up_proj.weight", ("F", "D")),
     "down_EFD": ("mlp.experts.{}.down_proj.weight", ("D", "F")),
 }
+DEEPSEEK: Table = {
+    "query_DQ": ("self_attn.q_a_proj.weight", ("Q", "D")),
+    "query_norm/scale_Q": ("self_attn.q_a_layernorm.weight", ("Q",)),
+    "query_QHK": ("self_attn.q_b_proj.weight", ("HK", "Q")),
+    "latent_DJ": ("self_attn.kv_a_proj_with_mqa.weight", ("J", "D")),
+    "latent_norm/scale_C": ("self_attn.kv_a_layernorm.weight", ("C",)),
+    "key_value_CHX": ("self_attn.kv_b_proj.weight", ("HX", "C")),
+}
+# Of layers with experts. The feed-forward is the one that all tokens pass there.
+DEEPSEEK_EXPERTS: Table = {
+    "router/bias_E": ("mlp.gate.e_score_correction_bias", ("E",)),
+    "gate_DF": ("mlp.shared_experts.gate_proj.weight", ("F", "D")),
+    "up_DF": ("mlp.shared_experts.up_proj.weight", ("F", "D")),
+    "down_FD": ("mlp.shared_experts.down_proj.weight", ("D", "F")),
+}
 GPT2: Table = {
     "attention_norm/scale_D": ("ln_1.weight", ("D",)),
     "attention_norm/bias_D": ("ln_1.bias", ("D",)),
@@ -111,6 +127,7 @@ class Names(NamedTuple):
     blocks: Table  # without what precedes them
     ends: Table = ENDS
     layers: str = "model.layers"  # precedes a block's number
+    experts: Table = MappingProxyType({})  # of blocks with experts, in place of others' names
 
 
 FAMILIES = {
@@ -125,6 +142,7 @@ FAMILIES = {
     "phi3": Names({**LLAMA, **PHI3}),
     "mixtral": Names({**LLAMA, **MIXTRAL}),
     "qwen3_moe": Names({**LLAMA, **QWEN3_MOE}),
+    "deepseek_v3": Names({**LLAMA, **QWEN3_MOE, **DEEPSEEK}, experts=DEEPSEEK_EXPERTS),
 }
 
 
@@ -190,7 +208,7 @@ def places(model: ModelConfig, family: str) -> dict[str, dict[str, tuple[Place, 
 
     Every parameter of the model has one: `config_json` refuses models that a family cannot hold.
     Where each expert has a tensor, there is a place for each of them in order. Parameters that a
-    step changes without training them belong to a run, and have none.
+    step changes without training them belong to a run, and have none, but for biases of experts.
 
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4, norm="rms_norm")
     >>> [place] = places(model, "llama")["block_000"]["out_HKD"]
@@ -202,8 +220,11 @@ def places(model: ModelConfig, family: str) -> dict[str, dict[str, tuple[Place, 
     for number, (layer, kind) in enumerate(layers(model).items()):
         is_end = layer in (EMBED, HEAD)
         prefix = "" if is_end else f"{names.layers}.{number - 1}."
-        parameters = {own.name: own for own in kind.parameters if not own.changes}
-        found[layer] = _places(parameters, names.ends if is_end else names.blocks, prefix)
+        table = names.ends if is_end else names.blocks
+        if kind.name == EXPERT_BLOCK:
+            table = {**table, **names.experts}
+        stated = [own for own in kind.parameters if not own.changes or own.name in table]
+        found[layer] = _places({own.name: own for own in stated}, table, prefix)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Eleven small models, one of each family, with the tensors of `transformers` and golden logits.
+"""Twelve small models, one of each family, with the tensors of `transformers` and golden logits.
 
 The numbers are those that transformers 5.23.0 computed in float32 of these tensors, on a CPU. Each
 tensor is random by its name. All models have 7 layers, so that the sixth of Gemma 3 sees all keys.
@@ -10,7 +10,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from holmesjax.config import ExpertsConfig, ModelConfig, RotaryScalingConfig
+from holmesjax.config import (
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    RotaryScalingConfig,
+)
 from holmesjax.hugging_face.tensors import places, shapes_of
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models.layer import statements
@@ -80,6 +85,33 @@ FAMILIES: dict[str, dict] = {
         "pattern": ("block", "expert_block"),
         "experts": ExpertsConfig(count=6, active=3, width=20, normalized=False),
     },
+    "deepseek_v3": {key: x for key, x in SMALL.items() if key != "num_kv_heads"}
+    | {
+        "head_dim": 14,
+        "rotary_scaling": RotaryScalingConfig(
+            type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        "attention_scale": 14**-0.5 * (0.1 * np.log(4) + 1) ** 2,
+        "latent_attention": LatentAttentionConfig(
+            rank=12, query_rank=20, rotary_width=6, value_width=10
+        ),
+        "pattern": ("block", *["expert_block"] * 6),
+        "experts": ExpertsConfig(
+            count=8,
+            active=3,
+            width=20,
+            shared_width=40,
+            scores="sigmoid",
+            scale=2.5,
+            groups=4,
+            active_groups=2,
+            biased=True,
+        ),
+    },
 }
 MODELS = {name: ModelConfig(**settings) for name, settings in FAMILIES.items()}
 TOKENS = (7 * np.arange(40) + 3) % 96
@@ -105,6 +137,7 @@ GOLDEN = {
     "phi3": Golden(60384, (-0.0332, -0.4606, -0.3170, 0.3893), 34, 3687.574, 5.53156),
     "mixtral": Golden(158048, (0.0296, 1.6920, 2.7798, 0.4557), 2, 3437.785, 5.38477),
     "qwen3_moe": Golden(103424, (-0.0349, 1.0664, -0.3523, 0.7193), 12, 3560.930, 5.44936),
+    "deepseek_v3": Golden(159600, (0.5574, 0.5315, -2.0415, -0.8681), 76, 3622.089, 5.40890),
 }
 
 
@@ -134,7 +167,8 @@ def params(family: str, arrays: dict[str, np.ndarray] | None = None) -> dict[str
 
 
 def _value(parameter: Parameter, own: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    if parameter.changes:  # of no tensor
+    if parameter.name not in own:  # of the run
         return np.zeros(parameter.shape, np.float32)
-    parts = [np.float32(place.to_parameter(arrays[place.tensor])) for place in own[parameter.name]]
-    return np.stack(parts) if parameter.dims[0] == "E" else parts[0]
+    places_of = own[parameter.name]
+    parts = [np.float32(place.to_parameter(arrays[place.tensor])) for place in places_of]
+    return parts[0] if places_of[0].expert is None else np.stack(parts)
