@@ -204,7 +204,7 @@ def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: st
     length = before.context_length if model.positions == "rotary" else model.context_length
     if canonical(before) != canonical(dataclasses.replace(model, context_length=length)):
         return {**kept.values, **written, **own}
-    types = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
+    types: Json = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
     types["architectures"] = written["architectures"]
     if "num_nextn_predict_layers" in written:  # layers that are not imported
         types["num_nextn_predict_layers"] = 0

@@ -82,6 +82,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         decoder_sparse_step=2,
         mlp_only_layers=[3],
     ),
+    "deepseek_v3": dict(
+        {key: x for key, x in _llama.items() if key not in ("head_dim", "num_key_value_heads")},
+        first_k_dense_replace=2,
+        kv_lora_rank=12,
+        q_lora_rank=20,
+        qk_rope_head_dim=6,
+        qk_nope_head_dim=8,
+        v_head_dim=10,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=28,
+        n_group=4,
+        topk_group=2,
+        rope_scaling=dict(
+            type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+    ),
 }
 
 

@@ -31,6 +31,7 @@ DEFAULTS = {
     "phi3": (32064, 3072, 8192, 32, 32, 32, 96, 1e-5, 4096, False),
     "mixtral": (32000, 4096, 14336, 32, 32, 8, 128, 1e-5, 131072, False),
     "qwen3_moe": (151936, 2048, 6144, 24, 32, 4, 64, 1e-6, 32768, False),
+    "deepseek_v3": (129280, 7168, 18432, 61, 128, 128, 192, 1e-6, 4096, False),
 }
 # Those besides that a class has otherwise than ours.
 OTHERS = {
@@ -48,6 +49,18 @@ OTHERS = {
     "qwen3_moe": {
         **{"rotary_base": 1e4, "pattern": ["expert_block"]},
         "experts": {"count": 128, "active": 8, "width": 768, "normalized": False},
+    },
+    "deepseek_v3": {
+        "attention_scale": 192**-0.5,
+        "latent_attention": {
+            **{"rank": 512, "query_rank": 1536, "rotary_width": 64, "value_width": 128},
+        },
+        "pattern": [*["block"] * 3, *["expert_block"] * 58],
+        "experts": {
+            **{"count": 256, "active": 8, "width": 2048, "normalized": True, "scale": 2.5},
+            **{"groups": 8, "active_groups": 4, "shared_width": 2048, "scores": "sigmoid"},
+            "biased": True,
+        },
     },
 }
 
@@ -110,10 +123,10 @@ def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
     if family != "gpt2":  # whose positions are an array
         shorter = dataclasses.replace(model, context_length=8)
         assert config_json_export.exported(shorter, kept, family, "bfloat16") == exported
-    wider = dataclasses.replace(model, norm_epsilon=1e-3)
+    wider = dataclasses.replace(model, vocab_size=100)
     changed = config_json_export.exported(wider, kept, family, "bfloat16")
-    key = config_json.FAMILIES[family].keys["norm_epsilon"]
-    assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (1e-3, [1], 2)
+    key = config_json.FAMILIES[family].keys["vocab_size"]
+    assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (100, [1], 2)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -155,6 +168,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
     ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok"),
     ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
 ]
 
 
@@ -214,14 +233,18 @@ def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
     each = r"found: gpt2: model\.\w+ [^;]*; llama, mistral, [^;]*: model\.activation gelu\n"
     with pytest.raises(ConfigError, match=each):
         config_json_export.family_of(model)
-    biased = {"bias_rate": 0.001}, r"experts\.bias_rate: .* of a mixtral\n  found: True, which"
+    biased = {"bias_rate": 0.001}, r"experts\.biased: .* of a mixtral\n  found: True, which"
     for changes, found in (biased, ({"scale": 2.5}, r"experts\.scale")):
         own = model_of("mixtral")
         own = dataclasses.replace(own, experts=dataclasses.replace(own.experts, **changes))
         with pytest.raises(ConfigError, match=rf"model\.{found}"):
             config_json_export.write(own, "mixtral", "float32")
-    with pytest.raises(ConfigError, match=r"model\.experts: is missing: a qwen3_moe has experts"):
-        config_json_export.write(model_of("qwen3"), "qwen3_moe", "float32")
+    for own, family, where in (
+        ("qwen3", "qwen3_moe", "experts"),
+        ("qwen3_moe", "deepseek_v3", "latent_attention"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model\.{where}: is missing: a {family} has"):
+            config_json_export.write(model_of(own), family, "float32")
     windows = model_of("mistral")
     with pytest.raises(ConfigError, match=r"model\.pattern"):
         config_json_export.write(windows, "llama", "float32")

@@ -82,7 +82,7 @@ FAMILIES: dict[str, dict] = {
         "head_dim": 16,
         "rotary_base": 1e6,
         "qk_norm": "head",
-        "pattern": ("block", "expert_block"),
+        "pattern": ("expert_block",),
         "experts": ExpertsConfig(count=6, active=3, width=20, normalized=False),
     },
     "deepseek_v3": {key: x for key, x in SMALL.items() if key != "num_kv_heads"}
@@ -136,7 +136,7 @@ GOLDEN = {
     "olmo2": Golden(60720, (-0.6590, 0.4690, -1.9093, -0.4447), 51, 3601.840, 5.34654),
     "phi3": Golden(60384, (-0.0332, -0.4606, -0.3170, 0.3893), 34, 3687.574, 5.53156),
     "mixtral": Golden(158048, (0.0296, 1.6920, 2.7798, 0.4557), 2, 3437.785, 5.38477),
-    "qwen3_moe": Golden(103424, (-0.0349, 1.0664, -0.3523, 0.7193), 12, 3560.930, 5.44936),
+    "qwen3_moe": Golden(131840, (-1.1099, -0.7170, -1.6657, 1.2725), 31, 3459.864, 5.56214),
     "deepseek_v3": Golden(159600, (0.5574, 0.5315, -2.0415, -0.8681), 76, 3622.089, 5.40890),
 }
 
