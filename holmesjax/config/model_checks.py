@@ -96,6 +96,8 @@ def rotary_scaling_is_whole(model: ModelConfig) -> Iterator[ConfigError]:
             yield wrong(f"{where}.{name}", problem, yaml_files.shown(value), "remove it")
     yield from _turns_are_in_order(scaling)
     pairs = int((model.head_dim or model.width // model.num_heads) * model.rotary_fraction) // 2
+    if model.latent_attention is not None:
+        pairs = model.latent_attention.rotary_width // 2
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)
         if factors is not None and scaling.type == "longrope" and len(factors) != pairs:
@@ -183,13 +185,15 @@ def latents_are_whole(model: ModelConfig) -> Iterator[ConfigError]:
         problem = f"must be at most model.head_dim = {most}"
         yield wrong(f"{where}.value_width", problem, own.value_width, f"use {most}")
     plain = {"positions": "rotary", "rotary_fraction": 1.0, "qk_norm": "none", "biases": "none"}
-    plain |= {"num_kv_heads": model.num_kv_heads and model.num_heads, "lora": None, "fp8": None}
+    plain |= {"num_kv_heads": model.num_kv_heads and model.num_heads}
     for name, value in plain.items():
         if (found := getattr(model, name)) != value:
-            shown = yaml_files.shown(value)
-            problem = f"must be {shown} with model.latent_attention"
-            found = found if isinstance(found, str | int | float) else "a section"
-            yield wrong(f"model.{name}", problem, found, f"use {shown}")
+            problem = f"must be {value} with {where}"
+            yield wrong(f"model.{name}", problem, found, f"use {value}")
+    for name in ("lora", "fp8"):
+        if getattr(model, name) is not None:
+            problem = f"cannot be set beside {where}, whose products have neither adapters nor fp8"
+            yield wrong(f"model.{name}", problem, "both", "leave one of the two out")
 
 
 def lora_targets_are_there(model: ModelConfig) -> Iterator[ConfigError]:
