@@ -49,7 +49,6 @@ MAY_BE_NULL = ("num_kv_heads", "head_dim", "mlp_width", "attention_soft_cap", "l
 
 # Keys with the values that we can compute, of all families and of some.
 ANY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "auto_map": (None,),
     "add_cross_attention": (False, None),
     "is_encoder_decoder": (False, None),

@@ -87,6 +87,7 @@ class ConfigJson:
     def settings(self) -> dict[str, Any]:
         """The settings of `model` that it means. Raises ConfigError for what we cannot compute."""
         rules = self.rules
+        self.blocks_of_scales()  # as a check
         others = {} if rules.experts else NO_EXPERTS
         for key, values in {**ANY, **others, **rules.computes}.items():
             if (found := self.values.get(key, values[0])) not in values:
@@ -123,6 +124,21 @@ class ConfigJson:
         if "latent_attention" in settings:
             settings["attention_scale"] = _scale_of_latents(settings)
         return settings
+
+    def blocks_of_scales(self) -> tuple[int, int] | None:
+        """Rows and columns of a block of weights in fp8; None: weights are no codes."""
+        key, value = "quantization_config", self.values.get("quantization_config")
+        if value is None:
+            return None
+        own = value if isinstance(value, dict) else {}
+        block, is_fp8 = own.get("weight_block_size"), own.get("quant_method") == "fp8"
+        if not is_fp8 or own.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list):
+            fix = "use a model whose weights are numbers, or fp8 (e4m3) with weight_block_size"
+            raise self.refusal(key, "has codes that are not supported", value, fix)
+        if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            problem = "must be rows and columns of a block"
+            raise self.refusal(f"{key}.weight_block_size", problem, block, "write [128, 128]")
+        return block[0], block[1]
 
     def _latents(self, num_heads: int) -> Json:
         """The settings of attention with latents."""

@@ -197,18 +197,19 @@ def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: st
     written = write(model, family, dtype)
     if kept is None:
         return written
-    own = {key: kept.values[key] for key in kept.values if key.endswith("_token_id")}
+    came = {key: value for key, value in kept.values.items() if key != "quantization_config"}
+    own = {key: value for key, value in came.items() if key.endswith("_token_id")}
     if kept.family != family:
         return {**written, **own}
     before = ModelConfig(**kept.settings())
     length = before.context_length if model.positions == "rotary" else model.context_length
     if canonical(before) != canonical(dataclasses.replace(model, context_length=length)):
-        return {**kept.values, **written, **own}
+        return {**came, **written, **own}
     types: Json = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
     types["architectures"] = written["architectures"]
     if "num_nextn_predict_layers" in written:  # layers that are not imported
         types["num_nextn_predict_layers"] = 0
-    return {**write(before, family, dtype), **kept.values, **types}
+    return {**write(before, family, dtype), **came, **types}
 
 
 def family_of(model: ModelConfig) -> str:

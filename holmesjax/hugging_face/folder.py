@@ -18,11 +18,13 @@ from holmesjax.data import tokenizer_paths
 from holmesjax.data.tokenizer_paths import ENDS
 from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face import (
+    block_scales,
     config_json_export,
     json_file,
     safetensors_file,
     tensor_rows,
 )
+from holmesjax.hugging_face.block_scales import Scaled
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
 from holmesjax.hugging_face.tensors import Place, places, shapes_of
@@ -57,7 +59,7 @@ class Weights:
     """The tensors of a folder that hold a model's parameters."""
 
     places: Mapping[str, Mapping[str, tuple[Place, ...]]]  # by layer and parameter
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | Scaled]
 
     @property
     def dtype(self) -> str:
@@ -105,10 +107,12 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     config = ConfigJson.load(folder)
     family = config.family
     config_json_export.write(model, family, "float32")  # as a check
-    found = _by_our_names(folder, _all_tensors(folder), family)
+    found: dict[str, Tensor | Scaled] = dict(_by_our_names(folder, _all_tensors(folder), family))
     for i in range(config.values.get("num_nextn_predict_layers") or 0):  # which follow the others
         prefix = f"model.layers.{model.num_layers + i}."
         found = {name: x for name, x in found.items() if not name.startswith(prefix)}
+    if (block := config.blocks_of_scales()) is not None:
+        found = block_scales.joined(found, block, folder)
     layers = places(model, family)
     shapes = shapes_of(layers)
     table = layers[EMBED]["token_VD"][0].tensor
@@ -125,7 +129,7 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     if wrong := [name for name in both if found[name].shape != shapes[name]]:
         whole = [f"{name} {list(found[name].shape)}, not {list(shapes[name])}" for name in wrong]
         problems.append(f"{_some(whole)} of another shape")
-    if odd := [f"{name} {found[name].dtype}" for name in both if found[name].dtype not in DTYPES]:
+    if odd := [f"{name} {found[name].dtype}" for name in both if not _is_read(found[name])]:
         problems.append(f"{_some(odd)}, which is none of {', '.join(DTYPES)}")
     if problems:
         raise CheckpointError(
@@ -140,7 +144,11 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     return Weights(places=layers, tensors=tensors)
 
 
-def _refuse_untied(folder: Path, name: str, found: Mapping[str, Tensor]) -> None:
+def _is_read(tensor: Tensor | Scaled) -> bool:
+    return isinstance(tensor, Scaled) or tensor.dtype in DTYPES
+
+
+def _refuse_untied(folder: Path, name: str, found: Mapping[str, Tensor | Scaled]) -> None:
     """Raises CheckpointError if the output projection of a tied model is not its token table."""
     table, head = found[name], found[HEAD_TENSOR]
     problem = ""

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from holmesjax.errors import CheckpointError
-from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
+from holmesjax.hugging_face.block_scales import Scaled
+from holmesjax.hugging_face.safetensors_file import READ, Tensor
 from holmesjax.hugging_face.tensors import Place
 from holmesjax.layer_specs.array_boxes import Box, shape_of, within
 
@@ -14,7 +15,7 @@ ALIGNMENT = 64  # bytes
 MAX_BYTES = 4 << 20  # that are read or written at a time
 
 
-def read(places: Sequence[Place], tensors: Mapping[str, Tensor], box: Box) -> np.ndarray:
+def read(places: Sequence[Place], tensors: Mapping[str, Tensor | Scaled], box: Box) -> np.ndarray:
     """The elements in a box of a parameter, float32.
 
     Only the rows and columns that hold them are read. If a row merges dims, the box is widened to
@@ -39,7 +40,7 @@ def read(places: Sequence[Place], tensors: Mapping[str, Tensor], box: Box) -> np
     return out
 
 
-def _fill(out: np.ndarray, place: Place, tensor: Tensor, box: Box) -> None:
+def _fill(out: np.ndarray, place: Place, tensor: Tensor | Scaled, box: Box) -> None:
     """Reads the elements in a box of what has this place."""
     dims = place.parameter.dims
     wanted = dict(zip(dims, box, strict=True))
@@ -52,7 +53,7 @@ def _fill(out: np.ndarray, place: Place, tensor: Tensor, box: Box) -> None:
         width = columns.stop - columns.start
     outer, unit = _outermost(place, 0)
     first, last = wanted[outer]
-    step = _num_indices(unit * width * DTYPES[tensor.dtype].itemsize)
+    step = _num_indices(unit * width * READ[tensor.dtype].itemsize)
     num_odd = 0
     for start in range(first, last, step):
         here = start, min(start + step, last)

@@ -134,6 +134,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+        "weight_block_size",
+    ),
     ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ("qwen2", {"num_experts": 8}, "num_experts"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
