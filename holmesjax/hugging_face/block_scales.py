@@ -38,6 +38,11 @@ class Scaled:
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
 
+    @property
+    def size(self) -> int:
+        """Bytes of its codes."""
+        return self.codes.size
+
     def rows(self, start: int, stop: int, columns: slice) -> np.ndarray:
         """Columns of consecutive rows, float32: codes times the scales of their blocks."""
         left, right, _ = columns.indices(self.shape[1])

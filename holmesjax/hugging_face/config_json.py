@@ -87,7 +87,8 @@ class ConfigJson:
     def settings(self) -> dict[str, Any]:
         """The settings of `model` that it means. Raises ConfigError for what we cannot compute."""
         rules = self.rules
-        self.blocks_of_scales()  # as a check
+        self.blocks_of_scales()  # as a check, like the next line
+        self.num_later_layers()
         others = {} if rules.experts else NO_EXPERTS
         for key, values in {**ANY, **others, **rules.computes}.items():
             if (found := self.values.get(key, values[0])) not in values:
@@ -139,6 +140,14 @@ class ConfigJson:
             problem = "must be rows and columns of a block"
             raise self.refusal(f"{key}.weight_block_size", problem, block, "write [128, 128]")
         return block[0], block[1]
+
+    def num_later_layers(self) -> int:
+        """Layers behind the others that predict later tokens, which are not imported."""
+        key = "num_nextn_predict_layers"
+        found = self.values.get(key) or 0
+        if type(found) is not int or not 0 <= found <= MAX_LAYERS:
+            raise self.refusal(key, "must be a whole number", found, "download config.json again")
+        return found
 
     def _latents(self, num_heads: int) -> Json:
         """The settings of attention with latents."""

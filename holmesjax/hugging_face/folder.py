@@ -107,12 +107,13 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     config = ConfigJson.load(folder)
     family = config.family
     config_json_export.write(model, family, "float32")  # as a check
-    found: dict[str, Tensor | Scaled] = dict(_by_our_names(folder, _all_tensors(folder), family))
-    for i in range(config.values.get("num_nextn_predict_layers") or 0):  # which follow the others
+    plain = _by_our_names(folder, _all_tensors(folder), family)
+    for i in range(config.num_later_layers()):
         prefix = f"model.layers.{model.num_layers + i}."
-        found = {name: x for name, x in found.items() if not name.startswith(prefix)}
+        plain = {name: x for name, x in plain.items() if not name.startswith(prefix)}
+    found: dict[str, Tensor | Scaled] = dict(plain)
     if (block := config.blocks_of_scales()) is not None:
-        found = block_scales.joined(found, block, folder)
+        found = block_scales.joined(plain, block, folder)
     layers = places(model, family)
     shapes = shapes_of(layers)
     table = layers[EMBED]["token_VD"][0].tensor

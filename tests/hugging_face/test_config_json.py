@@ -179,6 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
     ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+    ("deepseek_v3", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers"),
     ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
 ]
 

@@ -86,7 +86,7 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_read(dtype, tmp_
 
 
 def test_codes_in_fp8_are_read_times_the_scales_of_their_blocks(tmp_path, monkeypatch):
-    """Blocks at the edges are smaller. An export has numbers, and says so."""
+    """Blocks at the edges are smaller, and a layer behind the last one is passed by."""
     monkeypatch.setattr(tensor_rows, "MAX_BYTES", 700)
     model, wanted, stored = model_of("deepseek_v3"), {}, {}
     for name, tensor in tensors_of("deepseek_v3", model).items():
@@ -99,11 +99,13 @@ def test_codes_in_fp8_are_read_times_the_scales_of_their_blocks(tmp_path, monkey
             stored |= {name: codes, f"{name}_scale_inv": scales}
             spread = np.repeat(np.repeat(scales, 12, 0), 16, 1)[:rows, :columns]
             wanted[name] = codes.astype(np.float32) * spread
+    stored[f"model.layers.{model.num_layers}.eh_proj.weight"] = np.zeros(2, np.float32)
     where = write_folder(tmp_path / "in", "deepseek_v3", stored)
     with pytest.raises(HolmesError, match="F8_E4M3"):
         folder.open_weights(where, model)
     scaled = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [12, 16]}
-    write_config(where, "deepseek_v3", quantization_config=scaled)
+    changes = {"quantization_config": scaled, "num_nextn_predict_layers": 1}
+    write_config(where, "deepseek_v3", **changes)
     weights = folder.open_weights(where, model)
     assert weights.dtype == "F8_E4M3"
     for layer, its_places in weights.places.items():
@@ -113,11 +115,13 @@ def test_codes_in_fp8_are_read_times_the_scales_of_their_blocks(tmp_path, monkey
             ends = [(n // 3, n) for n in expected.shape]
             found = weights.read(layer, name, tuple(ends))
             np.testing.assert_array_equal(found, expected[tuple(slice(*x) for x in ends)], name)
-    assert "quantization_config" not in export.config_of(model, where, None, None)
+    exported = export.config_of(model, where, None, None)
+    assert "quantization_config" not in exported
+    assert exported["num_nextn_predict_layers"] == 0
     name = next(name for name in stored if name.endswith(SUFFIX))
     for wrong in ({name: stored[name][1:]}, {name: stored[name].astype(np.float16)}):
         write_folder(where, "deepseek_v3", stored | wrong)
-        write_config(where, "deepseek_v3", quantization_config=scaled)
+        write_config(where, "deepseek_v3", **changes)
         with pytest.raises(CheckpointError, match=name):
             folder.open_weights(where, model)
 
