@@ -21,7 +21,7 @@ def make_llama(model: ModelConfig, params: Any) -> transformers.LlamaForCausalLM
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     arrays = {}
     for layer, own in places(model, FAMILY).items():
-        for place in own.values():
+        for [place] in own.values():
             value = params[layer]
             for name in place.parameter.path:
                 value = value[name]

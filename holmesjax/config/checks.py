@@ -94,6 +94,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         model_checks.rotary_scaling_is_whole,
         _of_transformers(model_checks.windows_have_a_width),
         _of_transformers(model_checks.experts_are_whole),
+        _of_transformers(model_checks.latents_are_whole),
         _of_transformers(model_checks.lora_targets_are_there),
         model_checks.frozen_or_adapted,
         model_checks.fp8_is_for_whole_training,

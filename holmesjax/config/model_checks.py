@@ -96,6 +96,8 @@ def rotary_scaling_is_whole(model: ModelConfig) -> Iterator[ConfigError]:
             yield wrong(f"{where}.{name}", problem, yaml_files.shown(value), "remove it")
     yield from _turns_are_in_order(scaling)
     pairs = int((model.head_dim or model.width // model.num_heads) * model.rotary_fraction) // 2
+    if model.latent_attention is not None:
+        pairs = model.latent_attention.rotary_width // 2
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)
         if factors is not None and scaling.type == "longrope" and len(factors) != pairs:
@@ -168,6 +170,32 @@ def experts_are_whole(model: ModelConfig) -> Iterator[ConfigError]:
         yield wrong("model.experts.active", problem, experts.active, fix)
 
 
+def latents_are_whole(model: ModelConfig) -> Iterator[ConfigError]:
+    if (own := model.latent_attention) is None:
+        return
+    if model.head_dim is None:
+        problem = "is missing: model.latent_attention needs the width of queries and keys"
+        yield wrong("model.head_dim", problem, "nothing", "add it, its part that turns included")
+        return
+    where, most = "model.latent_attention", model.head_dim
+    if own.rotary_width % 2 or own.rotary_width >= most:
+        problem = f"must be even and below model.head_dim = {most}"
+        yield wrong(f"{where}.rotary_width", problem, own.rotary_width, f"use {most // 4 * 2}")
+    if own.value_width is not None and own.value_width > most:
+        problem = f"must be at most model.head_dim = {most}"
+        yield wrong(f"{where}.value_width", problem, own.value_width, f"use {most}")
+    plain = {"positions": "rotary", "rotary_fraction": 1.0, "qk_norm": "none", "biases": "none"}
+    plain |= {"num_kv_heads": model.num_kv_heads and model.num_heads}
+    for name, value in plain.items():
+        if (found := getattr(model, name)) != value:
+            problem = f"must be {value} with {where}"
+            yield wrong(f"model.{name}", problem, found, f"use {value}")
+    for name in ("lora", "fp8"):
+        if getattr(model, name) is not None:
+            problem = f"cannot be set beside {where}, whose products have neither adapters nor fp8"
+            yield wrong(f"model.{name}", problem, "both", "leave one of the two out")
+
+
 def lora_targets_are_there(model: ModelConfig) -> Iterator[ConfigError]:
     if (lora := model.lora) is None:
         return
@@ -209,6 +237,7 @@ def fp8_is_for_whole_training(model: ModelConfig) -> Iterator[ConfigError]:
 OF_TRANSFORMERS = (
     "pattern",
     "experts",
+    "latent_attention",
     "window",
     "hf",
     "lora",

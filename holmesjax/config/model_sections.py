@@ -179,9 +179,27 @@ class ExpertsConfig:
     # is u more where the expert had less than the mean load, and u less where more
     # (arXiv:2408.15664). 0: there are no such numbers.
     bias_rate: NonNegative = 0.0
+    # Whether each expert has a fixed number besides, that of an imported model.
+    biased: Flag = False
     # Slots of an expert for a sequence, over those of an even load. Tokens that find none pass
     # that expert by. None: no token is left out.
     capacity_factor: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class LatentAttentionConfig:
+    """Attention whose keys and values come from few numbers of a token. arXiv:2405.04434.
+
+    head_dim is the width of a query and of a key, its part that turns included.
+    """
+
+    rank: Count = 512  # numbers of a token from which the keys and values of all heads come
+    # Numbers of a token from which its queries come. None: they come from the residual stream.
+    query_rank: Count | None = None
+    # Numbers of a head that turn by rotary positions, its last ones, in pairs of neighbours. Those
+    # of keys are the same in all heads.
+    rotary_width: Count = 64
+    value_width: Count | None = None  # width of a head's values. None: head_dim - rotary_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -217,6 +235,8 @@ class ModelConfig:
     # RMSNorm of queries and keys before the rotation: over each head, or over all heads together.
     qk_norm: Literal["none", "head", "all_heads"] = "none"
     biases: Literal["none", "qkv", "all"] = "none"  # products of a block that have a bias
+    # Keys and values of all layers from few numbers of a token. None: each head projects its own.
+    latent_attention: LatentAttentionConfig | None = None
     attention_scale: Positive | None = None  # factor of scores. None: 1 / sqrt(width of a head)
     attention_soft_cap: Positive | None = None  # with c, a score s becomes c tanh(s / c)
     logit_soft_cap: Positive | None = None  # with c, a logit l becomes c tanh(l / c)
@@ -271,5 +291,7 @@ class ModelConfig:
 
     @property
     def rotary_width(self) -> int:
-        """Numbers of a head that turn: an even number of its first ones."""
+        """Numbers of a head that turn: an even number of its first ones, or of latent keys."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rotary_width
         return int(self.head_width * self.rotary_fraction)

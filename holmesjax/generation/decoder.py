@@ -120,13 +120,15 @@ def restored_params(
 
 
 def built_params(
-    model: ModelConfig, parts: Sequence[ModelPart], make: Callable[[str, str, Box], np.ndarray]
+    model: ModelConfig,
+    parts: Sequence[ModelPart],
+    make: Callable[[Parameter, str, Box], np.ndarray],
 ) -> Params:
     """Makes the parameters that some parts need; for the arguments see `Decoder.built`."""
     homes = _homes(model, parts)
 
     def array(layer: str, parameter: Parameter) -> jax.Array:
-        own = functools.partial(make, layer, parameter.name)
+        own = functools.partial(make, parameter, layer)
         return sharding.build(parameter.shape, homes[layer].sharding_of(parameter), own)
 
     return {
@@ -166,16 +168,15 @@ class Decoder:
         cls,
         model: ModelConfig,
         parts: Sequence[ModelPart],
-        make: Callable[[str, str, Box], np.ndarray],
+        make: Callable[[Parameter, str, Box], np.ndarray],
     ) -> "Decoder":
         """Makes the parameters where they lie.
 
         Args:
           model: the model's settings.
           parts: its layers on their meshes.
-          make: the numbers in a box of a layer's parameter, float32.
+          make: the numbers in a box of a parameter of a layer, float32.
         """
-
         return cls(model=model, parts=parts, params=built_params(model, parts, make))
 
     @functools.cached_property
@@ -200,7 +201,8 @@ class Decoder:
 
         def empty(part: ModelPart, kind: Kind) -> Cache:
             assert kind.attention is not None
-            where = part.cache_sharding(kind.attention.key_heads)
+            heads = kind.attention.key_heads if kind.attention.latents is None else 1
+            where = part.cache_sharding(heads)
             return key_cache.empty(kind.attention, num_rows, length, where)
 
         kinds = layers(self.model)

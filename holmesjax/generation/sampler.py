@@ -30,7 +30,7 @@ from holmesjax.generation.decoder import Decoder, ModelPart, bucket, on_devices
 from holmesjax.generation.sampling import Sampling, draw
 from holmesjax.generation.stop_strings import StopStrings
 from holmesjax.hugging_face import folder
-from holmesjax.models.layer import Params
+from holmesjax.models.layer import Params, source_of_values
 from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
 
@@ -129,8 +129,8 @@ class Sampler:
         model = ModelConfig(**folder.settings_of(str(path)))
         tokenizer = tokenizer_files.load(path)
         tokenizer_files.check_vocabulary(model, tokenizer.num_used)
-        weights = folder.open_weights(Path(path), model)
-        decoder = Decoder.built(model, on_devices(model, devices), weights.read)
+        values = source_of_values(replace(model, hf=str(path)), seed=0)
+        decoder = Decoder.built(model, on_devices(model, devices), values)
         return cls(decoder=decoder, tokenizer=tokenizer)
 
     @classmethod

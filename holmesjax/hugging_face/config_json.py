@@ -8,200 +8,33 @@ Rotary positions are read and written in both of their spellings, the older of w
 `rope_theta` and `rope_scaling`, the newer `rope_parameters`.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmesjax.config import WINDOW_BLOCK
+from holmesjax.config import EXPERT_BLOCK, WINDOW_BLOCK
 from holmesjax.config.rotary import ORIGINAL, SCALINGS
 from holmesjax.errors import CheckpointError, ConfigError
 from holmesjax.hugging_face import json_file
+from holmesjax.hugging_face.config_families import (
+    ANY,
+    EXPERT_COUNTS,
+    FAMILIES,
+    GATED,
+    INTEGERS,
+    MAY_BE_NULL,
+    NO_EXPERTS,
+    UNGATED,
+    Family,
+)
 
 CONFIG = "config.json"
 Json = dict[str, Any]
 MAX_LAYERS = 2**14  # as `ModelConfig` has it, before a list of them is made
 FULL, SLIDING = "full_attention", "sliding_attention"
 TYPES = {FULL: "block", SLIDING: WINDOW_BLOCK}
-
-# Setting -> key, of a Llama and those like it, and of GPT-2.
-LLAMA_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_width": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
-    "tied_embeddings": "tie_word_embeddings",
-    "activation": "hidden_act",
-}
-GEMMA_KEYS = {
-    **LLAMA_KEYS,
-    "activation": "hidden_activation",
-    "attention_soft_cap": "attn_logit_softcapping",
-    "logit_soft_cap": "final_logit_softcapping",
-}
-GPT2_KEYS = {
-    "num_layers": "n_layer",
-    "width": "n_embd",
-    "num_heads": "n_head",
-    "mlp_width": "n_inner",
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-    "norm_epsilon": "layer_norm_epsilon",
-    "tied_embeddings": "tie_word_embeddings",
-    "activation": "activation_function",
-}
-# A value of theirs -> ours, and the value that is written.
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
-UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
-
-INTEGERS = (
-    *("num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size"),
-    "context_length",
-)
-MAY_BE_NULL = ("num_kv_heads", "head_dim", "mlp_width", "attention_soft_cap", "logit_soft_cap")
-
-# Keys with the values that we can compute, of all families and of some.
-ANY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "auto_map": (None,),
-    "add_cross_attention": (False, None),
-    "is_encoder_decoder": (False, None),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-}
-NO_BIAS = {"attention_bias": (False, None)}
-ROTATES_ALL = {"partial_rotary_factor": (1, 1.0, None)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """The meaning of a config.json of one `model_type`."""
-
-    architecture: str
-    keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
-    defaults: Mapping[str, Any]  # of keys that are absent
-    settings: Mapping[str, Any]  # that all models of the family have
-    computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # besides `ANY`
-    # Which layers have a window: none, all where there is a window, or those in a list.
-    windows: str = "none"
-
-
-RMS = {"norm": "rms_norm"}
-_llama = {
-    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008},
-    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None},
-    **{"head_dim": None, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    **{"tie_word_embeddings": False, "hidden_act": "silu", "rope_theta": 10_000.0},
-}
-_qwen2 = {
-    **_llama,
-    **{"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
-    **{"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096},
-    **{"max_window_layers": 28},
-}
-_gemma2 = {
-    **{key: value for key, value in _llama.items() if key != "hidden_act"},
-    **{"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216},
-    **{"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4},
-    **{"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-    **{"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
-    **{"query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0},
-}
-_gemma = {**RMS, "norms": "both", "zero_centered_norms": True, "scaled_embedding": True}
-
-FAMILIES: dict[str, Family] = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        keys=GPT2_KEYS,
-        defaults={
-            **{"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
-            **{"n_positions": 1024, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-            **{"activation_function": "gelu_new"},
-        },
-        settings={"norm": "layer_norm", "positions": "learned", "biases": "all"},
-        computes={
-            "scale_attn_by_inverse_layer_idx": (False, None),
-            "reorder_and_upcast_attn": (False, None),
-            "scale_attn_weights": (True,),
-        },
-    ),
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        defaults=_llama,
-        settings=RMS,
-        computes={**NO_BIAS, **ROTATES_ALL, "mlp_bias": (False, None)},
-    ),
-    "mistral": Family(
-        architecture="MistralForCausalLM",
-        defaults={
-            **_llama,
-            **{"intermediate_size": 14336, "num_key_value_heads": 8},
-            **{"max_position_embeddings": 131072, "sliding_window": 4096},
-        },
-        settings=RMS,
-        computes={**NO_BIAS, **ROTATES_ALL},
-        windows="all",
-    ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        defaults=_qwen2,
-        settings={**RMS, "biases": "qkv"},
-        computes=ROTATES_ALL,
-        windows="listed",
-    ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        defaults={**_qwen2, "head_dim": 128},
-        settings={**RMS, "qk_norm": "head"},
-        computes={**NO_BIAS, **ROTATES_ALL},
-        windows="listed",
-    ),
-    "gemma2": Family(
-        architecture="Gemma2ForCausalLM",
-        keys=GEMMA_KEYS,
-        defaults={**_gemma2, "attn_logit_softcapping": 50.0},
-        settings=_gemma,
-        computes={**NO_BIAS, **ROTATES_ALL, "use_bidirectional_attention": (False, None)},
-        windows="listed",
-    ),
-    "gemma3_text": Family(
-        architecture="Gemma3ForCausalLM",
-        # The class reads a cap of scores and never uses it.
-        keys={key: x for key, x in GEMMA_KEYS.items() if key != "attention_soft_cap"},
-        defaults={
-            **_gemma2,
-            **{"vocab_size": 262208, "max_position_embeddings": 131072},
-            **{"final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        },
-        settings={**_gemma, "qk_norm": "head"},
-        computes={**NO_BIAS, **ROTATES_ALL, "use_bidirectional_attention": (False, None)},
-        windows="listed",
-    ),
-    "olmo2": Family(
-        architecture="Olmo2ForCausalLM",
-        defaults={**_llama, "vocab_size": 50304, "rms_norm_eps": 1e-5},
-        settings={**RMS, "norms": "after", "qk_norm": "all_heads"},
-        computes={**NO_BIAS, **ROTATES_ALL},
-    ),
-    "phi3": Family(
-        architecture="Phi3ForCausalLM",
-        defaults={
-            **_llama,
-            **{"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192},
-            **{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None},
-            **{ORIGINAL: 4096, "partial_rotary_factor": 1.0},
-        },
-        settings=RMS,
-        computes=NO_BIAS,
-        windows="all",
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +87,10 @@ class ConfigJson:
     def settings(self) -> dict[str, Any]:
         """The settings of `model` that it means. Raises ConfigError for what we cannot compute."""
         rules = self.rules
-        for key, values in {**ANY, **rules.computes}.items():
+        self.blocks_of_scales()  # as a check, like the next line
+        self.num_later_layers()
+        others = {} if rules.experts else NO_EXPERTS
+        for key, values in {**ANY, **others, **rules.computes}.items():
             if (found := self.values.get(key, values[0])) not in values:
                 problem = f"has a value that is not supported for a {self.family}"
                 fix = f"use a model in which it is {json_file.shown(values[0])}"
@@ -274,12 +110,57 @@ class ConfigJson:
             key = "query_pre_attn_scalar"
             settings["attention_scale"] = self.number(key, self.get(key)) ** -0.5
         windowed = self._windows(settings["num_layers"])
+        kinds = [TYPES[SLIDING if x else FULL] for x in windowed]
         if any(windowed):
             settings["window"] = self.number("sliding_window", self.get("sliding_window"), int)
-            settings["pattern"] = shortest([TYPES[SLIDING if x else FULL] for x in windowed])
+            settings["pattern"] = shortest(kinds)
+        if rules.experts and any(has := self._has_experts(settings["num_layers"])):
+            kinds = [EXPERT_BLOCK if x else kind for x, kind in zip(has, kinds, strict=True)]
+            settings["pattern"] = shortest(kinds)
+            settings["experts"] = self._experts()
+        if "kv_lora_rank" in rules.defaults:
+            settings |= self._latents(settings["num_heads"])
         if settings.get("positions") != "learned":
             settings |= self._rotary(any(windowed), settings)
+        if "latent_attention" in settings:
+            settings["attention_scale"] = _scale_of_latents(settings)
         return settings
+
+    def blocks_of_scales(self) -> tuple[int, int] | None:
+        """Rows and columns of a block of weights in fp8; None: weights are no codes."""
+        key, value = "quantization_config", self.values.get("quantization_config")
+        if value is None:
+            return None
+        own = value if isinstance(value, dict) else {}
+        block, is_fp8 = own.get("weight_block_size"), own.get("quant_method") == "fp8"
+        if not is_fp8 or own.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list):
+            fix = "use a model whose weights are numbers, or fp8 (e4m3) with weight_block_size"
+            raise self.refusal(key, "has codes that are not supported", value, fix)
+        if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            problem = "must be rows and columns of a block"
+            raise self.refusal(f"{key}.weight_block_size", problem, block, "write [128, 128]")
+        return block[0], block[1]
+
+    def num_later_layers(self) -> int:
+        """Layers behind the others that predict later tokens, which are not imported."""
+        key = "num_nextn_predict_layers"
+        found = self.values.get(key) or 0
+        if type(found) is not int or not 0 <= found <= MAX_LAYERS:
+            raise self.refusal(key, "must be a whole number", found, "download config.json again")
+        return found
+
+    def _latents(self, num_heads: int) -> Json:
+        """The settings of attention with latents."""
+        whole = lambda key: self.number(key, self.get(key), int)
+        if (found := self.get("num_key_value_heads")) not in (None, num_heads):
+            problem = f"must be num_attention_heads = {num_heads}: each head has keys of its own"
+            raise self.refusal("num_key_value_heads", problem, found, f"use {num_heads}")
+        own = {"rank": whole("kv_lora_rank"), "query_rank": self.get("q_lora_rank")}
+        if own["query_rank"] is not None:
+            own["query_rank"] = whole("q_lora_rank")
+        own |= {"rotary_width": whole("qk_rope_head_dim"), "value_width": whole("v_head_dim")}
+        head_dim = whole("qk_nope_head_dim") + own["rotary_width"]
+        return {"latent_attention": own, "head_dim": head_dim}
 
     def _setting(self, name: str, key: str) -> Any:
         value = self.get(key)
@@ -339,6 +220,50 @@ class ConfigJson:
             problem = "must be a whole number"
             raise self.refusal("max_window_layers", problem, first, "download config.json again")
         return [i >= first for i in layers]
+
+    # ---- experts ---------------------------------------------------------------------------------
+
+    def _has_experts(self, num_layers: int) -> list[bool]:
+        """Whether each layer has experts, in a family with experts."""
+        if self.family == "mixtral":
+            return [True] * num_layers
+        if self.family == "deepseek_v3":
+            first = self.get("first_k_dense_replace")
+            if type(first) is not int or first < 0:
+                problem = "must be a whole number"
+                raise self.refusal("first_k_dense_replace", problem, first, "download it again")
+            return [i >= first for i in range(num_layers)]
+        turn = self.number("decoder_sparse_step", self.get("decoder_sparse_step"), int)
+        dense = self.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+            problem = "must be a list of numbers of layers"
+            raise self.refusal("mlp_only_layers", problem, dense, "download config.json again")
+        return [(i + 1) % turn == 0 and i not in dense for i in range(num_layers)]
+
+    def _experts(self) -> Json:
+        """The settings of experts."""
+        keys = self.rules.experts
+        given = {key: self.values[key] for key in EXPERT_COUNTS if key in self.values}
+        if len({json_file.shown(value) for value in given.values()}) > 1:
+            problem = f"must be the number of experts, as {' and '.join(given)} are"
+            raise self.refusal(keys["count"], problem, given, "remove the one that is wrong")
+        count = next(iter(given.values()), self.rules.defaults[keys["count"]])
+        found: Json = {"count": self.number(keys["count"], count, int)}
+        for name, key in keys.items():
+            if name == "normalized":
+                if not isinstance(value := self.get(key), bool):
+                    raise self.refusal(key, "must be true or false", value, "download it again")
+                found[name] = value
+            elif name != "count":
+                found[name] = self.number(key, self.get(key), float if name == "scale" else int)
+        if "n_shared_experts" in self.rules.defaults:
+            num_shared = self.number("n_shared_experts", self.get("n_shared_experts"), int)
+            found["shared_width"] = num_shared * found["width"]
+        if found["active"] == 1 and found.get("normalized", True):
+            # The weight of its only expert is 1 there, and its score in ours.
+            problem = "must be above 1 where the weights of a token's experts are made to sum to 1"
+            raise self.refusal(keys["active"], problem, 1, "use a model with two or more")
+        return found | dict(self.rules.expert_settings)
 
     # ---- rotary positions ------------------------------------------------------------------------
 
@@ -404,6 +329,14 @@ class ConfigJson:
             if name in found:
                 found[name] = self.number(f"{key}.{name}", found[name])
         return {"type": kind, **found}
+
+
+def _scale_of_latents(settings: Mapping[str, Any]) -> float:
+    """The factor of scores of attention with latents: yarn raises it for long sequences."""
+    scaling = settings.get("rotary_scaling") or {}
+    factor, share = scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0
+    raised = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return float(settings["head_dim"] ** -0.5 * raised * raised)
 
 
 def _type_of(section: Json) -> object:

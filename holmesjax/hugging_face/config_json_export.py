@@ -2,22 +2,24 @@
 
 import dataclasses
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import EXPERT_BLOCK, ModelConfig
 from holmesjax.config.rotary import ORIGINAL
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.hugging_face.config_families import FAMILIES, GATED, ROTATES_ALL, UNGATED
 from holmesjax.hugging_face.config_json import (
     CONFIG,
-    FAMILIES,
     FULL,
-    GATED,
-    ROTATES_ALL,
     SLIDING,
     TYPES,
-    UNGATED,
     ConfigJson,
     Json,
     shortest,
 )
+from holmesjax.layer_specs import latent_attention
+from holmesjax.layer_specs.experts import expert_width
+
+# Settings of experts that count in training alone.
+OF_TRAINING = ("balance_loss", "router_z_loss", "capacity_factor", "bias_rate")
 
 
 def write(model: ModelConfig, family: str, dtype: str) -> Json:
@@ -42,6 +44,10 @@ def write(model: ModelConfig, family: str, dtype: str) -> Json:
     values[rules.keys["activation"]] = names[model.activation]
     values |= {key: allowed[0] for key, allowed in rules.computes.items() if key not in ROTATES_ALL}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if rules.experts:
+        values |= _experts(model, family)
+    if "kv_lora_rank" in rules.defaults:
+        values |= _latents(model, family)
     if "query_pre_attn_scalar" in rules.defaults:
         values["query_pre_attn_scalar"] = max(1, round(whole["attention_scale"] ** -2))
     if family != "gpt2":
@@ -62,30 +68,81 @@ def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
         found = f"{first.where}: {first.problem}: {first.found}"
         raise ConfigError("the model", problem, found=found, fix=fix) from None
     for name, value in whole.items():
-        if value != back[name]:
-            found = f"{value}, which reads back as {back[name]}"
+        if value != back.get(name):
+            found = f"{value}, which reads back as {back.get(name)}"
             raise ConfigError(f"model.{name}", problem, found=found, fix=fix)
 
 
 def canonical(model: ModelConfig) -> Json:
     """The settings of a model, alike for models that compute the same."""
     settings = dataclasses.asdict(model)
-    del settings["hf"], settings["frozen"]
+    del settings["hf"], settings["frozen"], settings["z_loss_multiplier"]  # of training alone
     settings["num_kv_heads"], settings["head_dim"] = model.kv_heads, model.head_width
     settings["mlp_width"] = model.feed_forward_width
     settings["attention_scale"] = model.attention_scale or model.head_width**-0.5
-    turns = [model.pattern[i % len(model.pattern)] for i in range(model.num_layers)]
+    turns = _kinds(model)
     settings["pattern"] = tuple(shortest(turns))
     if model.window_rotary_base == model.rotary_base and model.rotary_scaling is None:
         settings["window_rotary_base"] = None
+    if model.latent_attention is not None:
+        settings["latent_attention"]["value_width"] = latent_attention.value_width(model)
+    experts = settings.pop("experts")
+    settings["experts"] = experts is not None
+    if model.experts is not None:
+        own = {name: value for name, value in experts.items() if name not in OF_TRAINING}
+        own["width"] = expert_width(model)
+        own["normalized"] = model.experts.normalized and model.experts.active > 1
+        own["biased"] = model.experts.biased or model.experts.bias_rate > 0
+        settings |= {f"experts.{name}": value for name, value in own.items()}
+        if set(turns) == {EXPERT_BLOCK}:  # no layer has the other width
+            settings["mlp_width"] = None
     return settings
+
+
+def _kinds(model: ModelConfig) -> list[str]:
+    """The kind of each layer."""
+    return [model.pattern[i % len(model.pattern)] for i in range(model.num_layers)]
+
+
+def _experts(model: ModelConfig, family: str) -> Json:
+    """The keys of experts. Raises ConfigError for a model without any."""
+    if model.experts is None:
+        problem, fix = f"is missing: a {family} has experts", "export it as another family"
+        raise ConfigError("model.experts", problem, found="none", fix=fix)
+    whole = canonical(model)
+    found = {key: whole[f"experts.{name}"] for name, key in FAMILIES[family].experts.items()}
+    if family == "mixtral":
+        return found | {"intermediate_size": expert_width(model)}
+    if family == "deepseek_v3":
+        kinds, own = _kinds(model), model.experts
+        first = kinds.index(EXPERT_BLOCK) if EXPERT_BLOCK in kinds else len(kinds)
+        found |= {"first_k_dense_replace": first, "intermediate_size": model.feed_forward_width}
+        found |= {"n_shared_experts": (own.shared_width or 0) // expert_width(model)}
+        return found | {"num_nextn_predict_layers": 0}
+    dense = [i for i, kind in enumerate(_kinds(model)) if kind != EXPERT_BLOCK]
+    found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return found | {"intermediate_size": model.feed_forward_width}
+
+
+def _latents(model: ModelConfig, family: str) -> Json:
+    """The keys of attention with latents. Raises ConfigError for a model without any."""
+    if (own := model.latent_attention) is None:
+        problem, fix = f"is missing: a {family} has latents", "export it as another family"
+        raise ConfigError("model.latent_attention", problem, found="none", fix=fix)
+    return {
+        "kv_lora_rank": own.rank,
+        "q_lora_rank": own.query_rank,
+        "qk_rope_head_dim": own.rotary_width,
+        "qk_nope_head_dim": model.head_width - own.rotary_width,
+        "v_head_dim": latent_attention.value_width(model),
+        "num_key_value_heads": model.num_heads,
+    }
 
 
 def _windows(model: ModelConfig, family: str) -> Json:
     """The keys of windows."""
     names = {kind: name for name, kind in TYPES.items()}
-    kinds = [model.pattern[i % len(model.pattern)] for i in range(model.num_layers)]
-    types = [names.get(kind, kind) for kind in kinds]
+    types = [names.get(kind, kind) for kind in _kinds(model)]
     rule = FAMILIES[family].windows
     if rule == "none":
         return {}
@@ -140,16 +197,19 @@ def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: st
     written = write(model, family, dtype)
     if kept is None:
         return written
-    own = {key: kept.values[key] for key in kept.values if key.endswith("_token_id")}
+    came = {key: value for key, value in kept.values.items() if key != "quantization_config"}
+    own = {key: value for key, value in came.items() if key.endswith("_token_id")}
     if kept.family != family:
         return {**written, **own}
     before = ModelConfig(**kept.settings())
     length = before.context_length if model.positions == "rotary" else model.context_length
     if canonical(before) != canonical(dataclasses.replace(model, context_length=length)):
-        return {**kept.values, **written, **own}
-    types = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
+        return {**came, **written, **own}
+    types: Json = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}
     types["architectures"] = written["architectures"]
-    return {**write(before, family, dtype), **kept.values, **types}
+    if "num_nextn_predict_layers" in written:  # layers that are not imported
+        types["num_nextn_predict_layers"] = 0
+    return {**write(before, family, dtype), **came, **types}
 
 
 def family_of(model: ModelConfig) -> str:

@@ -4,6 +4,7 @@ The folder is whole or absent: it is written beside its place and renamed at the
 """
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from holmesjax.hugging_face import (
 )
 from holmesjax.hugging_face.config_json import CONFIG, ConfigJson, Json
 from holmesjax.hugging_face.safetensors_file import DTYPES
-from holmesjax.hugging_face.tensors import Place, places
+from holmesjax.hugging_face.tensors import Place, places, shapes_of
 
 DTYPE_OF = {"float32": "F32", "bfloat16": "BF16"}  # names of settings -> names of the format
 MODE = 0o755  # of the folder, as `mkdir` gives it
@@ -135,9 +136,7 @@ def _write_weights(
 ) -> list[str]:
     dtype = DTYPE_OF[config["dtype"]]
     its_places = places(model, config["model_type"])
-    shapes: Shapes = {
-        place.tensor: place.shape for layer in its_places.values() for place in layer.values()
-    }
+    shapes: Shapes = shapes_of(its_places)
     files = shards(shapes, DTYPES[dtype].itemsize, max_bytes)
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     stream = _tensors(its_places, layers)
@@ -166,13 +165,13 @@ def _write_weights(
 
 
 def _tensors(
-    its_places: Mapping[str, Mapping[str, Place]], layers: Iterable[Layer]
+    its_places: Mapping[str, Mapping[str, tuple[Place, ...]]], layers: Iterable[Layer]
 ) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
     """Each tensor's name and rows, in the order of the places."""
     for (layer, own), (name, values) in zip(its_places.items(), layers, strict=True):
         assert layer == name, f"{name} comes where {layer} should"
         boxes: dict[str, list[Place]] = {}
-        for place in own.values():
+        for place in itertools.chain.from_iterable(own.values()):
             boxes.setdefault(place.tensor, []).append(place)
         for tensor, together in boxes.items():
             yield tensor, tensor_rows.rows_of(together, values)

@@ -18,14 +18,16 @@ from holmesjax.data import tokenizer_paths
 from holmesjax.data.tokenizer_paths import ENDS
 from holmesjax.errors import CheckpointError
 from holmesjax.hugging_face import (
+    block_scales,
     config_json_export,
     json_file,
     safetensors_file,
     tensor_rows,
 )
+from holmesjax.hugging_face.block_scales import Scaled
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
-from holmesjax.hugging_face.tensors import Place, places
+from holmesjax.hugging_face.tensors import Place, places, shapes_of
 from holmesjax.layer_specs.array_boxes import Box
 from holmesjax.layer_specs.model_layers import EMBED
 
@@ -56,8 +58,8 @@ HOW_TO_CONVERT = (
 class Weights:
     """The tensors of a folder that hold a model's parameters."""
 
-    places: Mapping[str, Mapping[str, Place]]  # by layer and parameter
-    tensors: Mapping[str, Tensor]
+    places: Mapping[str, Mapping[str, tuple[Place, ...]]]  # by layer and parameter
+    tensors: Mapping[str, Tensor | Scaled]
 
     @property
     def dtype(self) -> str:
@@ -67,10 +69,11 @@ class Weights:
 
     def read(self, layer: str, parameter: str, box: Box | None = None) -> np.ndarray:
         """The elements in a box of a parameter, or all of them, float32."""
-        place = self.places[layer][parameter]
+        places = self.places[layer][parameter]
         if box is None:
-            box = tuple((0, size) for size in place.parameter.shape)
-        return tensor_rows.read(place, self.tensors[place.tensor], box)
+            of_experts = () if places[0].expert is None else (len(places),)
+            box = tuple((0, size) for size in (*of_experts, *places[0].parameter.shape))
+        return tensor_rows.read(places, self.tensors, box)
 
 
 def settings_of(folder: str) -> dict[str, Any]:
@@ -104,10 +107,16 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     config = ConfigJson.load(folder)
     family = config.family
     config_json_export.write(model, family, "float32")  # as a check
-    found = _by_our_names(folder, _all_tensors(folder), family)
+    plain = _by_our_names(folder, _all_tensors(folder), family)
+    for i in range(config.num_later_layers()):
+        prefix = f"model.layers.{model.num_layers + i}."
+        plain = {name: x for name, x in plain.items() if not name.startswith(prefix)}
+    found: dict[str, Tensor | Scaled] = dict(plain)
+    if (block := config.blocks_of_scales()) is not None:
+        found = block_scales.joined(plain, block, folder)
     layers = places(model, family)
-    shapes = {place.tensor: place.shape for layer in layers.values() for place in layer.values()}
-    table = layers[EMBED]["token_VD"].tensor
+    shapes = shapes_of(layers)
+    table = layers[EMBED]["token_VD"][0].tensor
     tied = {HEAD_TENSOR} if model.tied_embeddings and HEAD_TENSOR in found else set()
     if tied and table not in found:  # the same numbers, under the other name
         found[table] = found.pop(HEAD_TENSOR)
@@ -121,7 +130,7 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     if wrong := [name for name in both if found[name].shape != shapes[name]]:
         whole = [f"{name} {list(found[name].shape)}, not {list(shapes[name])}" for name in wrong]
         problems.append(f"{_some(whole)} of another shape")
-    if odd := [f"{name} {found[name].dtype}" for name in both if found[name].dtype not in DTYPES]:
+    if odd := [f"{name} {found[name].dtype}" for name in both if not _is_read(found[name])]:
         problems.append(f"{_some(odd)}, which is none of {', '.join(DTYPES)}")
     if problems:
         raise CheckpointError(
@@ -136,7 +145,11 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     return Weights(places=layers, tensors=tensors)
 
 
-def _refuse_untied(folder: Path, name: str, found: Mapping[str, Tensor]) -> None:
+def _is_read(tensor: Tensor | Scaled) -> bool:
+    return isinstance(tensor, Scaled) or tensor.dtype in DTYPES
+
+
+def _refuse_untied(folder: Path, name: str, found: Mapping[str, Tensor | Scaled]) -> None:
     """Raises CheckpointError if the output projection of a tied model is not its token table."""
     table, head = found[name], found[HEAD_TENSOR]
     problem = ""

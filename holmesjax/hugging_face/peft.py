@@ -283,7 +283,7 @@ class Adapters:
     def read(self, layer: str, parameter: str, box: Box) -> np.ndarray:
         """The elements in a box of a parameter, float32."""
         place = self.places[layer, parameter]
-        return tensor_rows.read(place, self.tensors[PREFIX + place.tensor], box)
+        return tensor_rows.read([place], {place.tensor: self.tensors[PREFIX + place.tensor]}, box)
 
 
 def open_adapters(folder: Path, model: ModelConfig) -> Adapters:

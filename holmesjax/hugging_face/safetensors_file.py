@@ -37,6 +37,8 @@ DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype("<f4"),
 }
+# The dtypes that are read: of parameters, and of codes (`block_scales`).
+READ: Mapping[str, np.dtype] = {**DTYPES, "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,7 @@ class Tensor:
 
         Nothing else of the file is read. Raises CheckpointError if the file has become shorter.
         """
-        dtype = DTYPES[self.dtype]
+        dtype = READ[self.dtype]
         width = math.prod(self.shape[1:])
         left, right, _ = columns.indices(width)
         out = np.empty((stop - start, right - left), dtype)

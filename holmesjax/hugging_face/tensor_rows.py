@@ -1,12 +1,13 @@
 """Parameters from the rows of tensors, and back, a few megabytes at a time. No JAX."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from holmesjax.errors import CheckpointError
-from holmesjax.hugging_face.safetensors_file import DTYPES, Tensor
+from holmesjax.hugging_face.block_scales import Scaled
+from holmesjax.hugging_face.safetensors_file import READ, Tensor
 from holmesjax.hugging_face.tensors import Place
 from holmesjax.layer_specs.array_boxes import Box, shape_of, within
 
@@ -14,15 +15,33 @@ ALIGNMENT = 64  # bytes
 MAX_BYTES = 4 << 20  # that are read or written at a time
 
 
-def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
+def read(places: Sequence[Place], tensors: Mapping[str, Tensor | Scaled], box: Box) -> np.ndarray:
     """The elements in a box of a parameter, float32.
 
     Only the rows and columns that hold them are read. If a row merges dims, the box is widened to
     whole indices of the outermost of them.
 
+    Args:
+      places: of the parameter, one for each expert where each has a tensor.
+      tensors: by their names in the places.
+      box: of the parameter.
+
     Raises CheckpointError for elements that are NaN or infinite: no output of a model with them
     would be a number.
     """
+    out = _aligned(shape_of(box))
+    if places[0].expert is None:
+        [place] = places
+        _fill(out, place, tensors[place.tensor], box)
+    else:
+        (first, last), *inside = box
+        for place, of_expert in zip(places[first:last], out, strict=True):
+            _fill(of_expert, place, tensors[place.tensor], tuple(inside))
+    return out
+
+
+def _fill(out: np.ndarray, place: Place, tensor: Tensor | Scaled, box: Box) -> None:
+    """Reads the elements in a box of what has this place."""
     dims = place.parameter.dims
     wanted = dict(zip(dims, box, strict=True))
     wide = {dim: (0, size) for dim, size in place.sizes.items()}
@@ -34,8 +53,8 @@ def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
         width = columns.stop - columns.start
     outer, unit = _outermost(place, 0)
     first, last = wanted[outer]
-    step = _num_indices(unit * width * DTYPES[tensor.dtype].itemsize)
-    out, num_odd = _aligned(shape_of(box)), 0
+    step = _num_indices(unit * width * READ[tensor.dtype].itemsize)
+    num_odd = 0
     for start in range(first, last, step):
         here = start, min(start + step, last)
         top, bottom = (place.start[0] + index * unit for index in here)
@@ -53,7 +72,6 @@ def read(place: Place, tensor: Tensor, box: Box) -> np.ndarray:
             found=f"{num_odd:,} among {out.size:,}",
             fix="download the folder again; if they are in the original, put finite ones there",
         )
-    return out
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
@@ -79,7 +97,7 @@ def rows_of(boxes: Iterable[Place], values: Mapping[str, np.ndarray]) -> Iterato
         step = _num_indices(4 * unit * math.prod(group[0].shape[1:]))
         for start in range(0, size, step):
             here = slice(start, start + step)
-            parts = [_rows(place, values[place.parameter.name], here) for place in group]
+            parts = [_rows(place, place.values(values), here) for place in group]
             yield np.concatenate(parts, axis=-1)  # a copy, so that whoever has it holds no layer
 
 

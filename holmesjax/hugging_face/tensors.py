@@ -5,25 +5,28 @@ parameters one after the other. Both directions are views of NumPy: a reshape an
 
     query_DHK  <->  model.layers.7.self_attn.q_proj.weight  [H K, D]
     key_DGK    <->  model.layers.7.self_attn.qkv_proj.weight  rows H K to (H + G) K of [.., D]
+    up_EDF     <->  model.layers.7.mlp.experts.0.up_proj.weight [F, D], one tensor for each of E
 
 The tables are in the order in which `transformers` has the tensors.
 """
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import EXPERT_BLOCK, ModelConfig
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.layer_specs.lora import adapters
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, layers
 
 # Our name -> the end of the tensor's name, and our dims in each of its dims, the outermost first.
+# A name with {} is that of the tensors of single experts, without our first dim, E.
 Table = Mapping[str, tuple[str, tuple[str, ...]]]
 
 LLAMA: Table = {
@@ -57,6 +60,33 @@ PHI3: Table = {
     "value_DGK": ("self_attn.qkv_proj.weight", ("GK", "D")),
     "gate_DF": ("mlp.gate_up_proj.weight", ("F", "D")),
     "up_DF": ("mlp.gate_up_proj.weight", ("F", "D")),
+}
+MIXTRAL: Table = {
+    "router/weight_DE": ("block_sparse_moe.gate.weight", ("E", "D")),
+    "gate_EDF": ("block_sparse_moe.experts.{}.w1.weight", ("F", "D")),
+    "down_EFD": ("block_sparse_moe.experts.{}.w2.weight", ("D", "F")),
+    "up_EDF": ("block_sparse_moe.experts.{}.w3.weight", ("F", "D")),
+}
+QWEN3_MOE: Table = {
+    "router/weight_DE": ("mlp.gate.weight", ("E", "D")),
+    "gate_EDF": ("mlp.experts.{}.gate_proj.weight", ("F", "D")),
+    "up_EDF": ("mlp.experts.{}.up_proj.weight", ("F", "D")),
+    "down_EFD": ("mlp.experts.{}.down_proj.weight", ("D", "F")),
+}
+DEEPSEEK: Table = {
+    "query_DQ": ("self_attn.q_a_proj.weight", ("Q", "D")),
+    "query_norm/scale_Q": ("self_attn.q_a_layernorm.weight", ("Q",)),
+    "query_QHK": ("self_attn.q_b_proj.weight", ("HK", "Q")),
+    "latent_DJ": ("self_attn.kv_a_proj_with_mqa.weight", ("J", "D")),
+    "latent_norm/scale_C": ("self_attn.kv_a_layernorm.weight", ("C",)),
+    "key_value_CHX": ("self_attn.kv_b_proj.weight", ("HX", "C")),
+}
+# Of layers with experts. The feed-forward is the one that all tokens pass there.
+DEEPSEEK_EXPERTS: Table = {
+    "router/bias_E": ("mlp.gate.e_score_correction_bias", ("E",)),
+    "gate_DF": ("mlp.shared_experts.gate_proj.weight", ("F", "D")),
+    "up_DF": ("mlp.shared_experts.up_proj.weight", ("F", "D")),
+    "down_FD": ("mlp.shared_experts.down_proj.weight", ("D", "F")),
 }
 GPT2: Table = {
     "attention_norm/scale_D": ("ln_1.weight", ("D",)),
@@ -97,6 +127,7 @@ class Names(NamedTuple):
     blocks: Table  # without what precedes them
     ends: Table = ENDS
     layers: str = "model.layers"  # precedes a block's number
+    experts: Table = MappingProxyType({})  # of blocks with experts, in place of others' names
 
 
 FAMILIES = {
@@ -109,18 +140,27 @@ FAMILIES = {
     "gemma3_text": Names({**LLAMA, **POST_NORMS}),
     "olmo2": Names({**LLAMA, **POST_NORMS}),
     "phi3": Names({**LLAMA, **PHI3}),
+    "mixtral": Names({**LLAMA, **MIXTRAL}),
+    "qwen3_moe": Names({**LLAMA, **QWEN3_MOE}),
+    "deepseek_v3": Names({**LLAMA, **QWEN3_MOE, **DEEPSEEK}, experts=DEEPSEEK_EXPERTS),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The box of a tensor that one parameter is."""
+    """The box of a tensor that one parameter is, or one expert of a parameter."""
 
-    parameter: Parameter
+    parameter: Parameter  # of an expert without its dim E
     tensor: str  # its name
     shape: tuple[int, ...]  # of the whole tensor
     start: tuple[int, ...]  # of the box
     groups: tuple[str, ...]  # in each dim of the box, the parameter's dims, the outermost first
+    expert: int | None = None  # its number, where each expert has a tensor
+
+    def values(self, layer: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Its values, of the parameters of a layer by name."""
+        whole = layer[self.parameter.name]
+        return whole if self.expert is None else whole[self.expert]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -163,13 +203,16 @@ class Place:
 
 
 @functools.lru_cache(maxsize=64)
-def places(model: ModelConfig, family: str) -> dict[str, dict[str, Place]]:
-    """The place of each parameter by layer and name, in the order of the tensors.
+def places(model: ModelConfig, family: str) -> dict[str, dict[str, tuple[Place, ...]]]:
+    """The places of each parameter by layer and name, in the order of the tensors.
 
     Every parameter of the model has one: `config_json` refuses models that a family cannot hold.
+    Where each expert has a tensor, there is a place for each of them in order. Parameters that a
+    step changes without training them belong to a run, and have none, but for biases of experts.
 
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4, norm="rms_norm")
-    >>> places(model, "llama")["block_000"]["out_HKD"].tensor
+    >>> [place] = places(model, "llama")["block_000"]["out_HKD"]
+    >>> place.tensor
     'model.layers.0.self_attn.o_proj.weight'
     """
     names = FAMILIES[family]
@@ -177,9 +220,20 @@ def places(model: ModelConfig, family: str) -> dict[str, dict[str, Place]]:
     for number, (layer, kind) in enumerate(layers(model).items()):
         is_end = layer in (EMBED, HEAD)
         prefix = "" if is_end else f"{names.layers}.{number - 1}."
-        parameters = {parameter.name: parameter for parameter in kind.parameters}
-        found[layer] = _places(parameters, names.ends if is_end else names.blocks, prefix)
+        table = names.ends if is_end else names.blocks
+        if kind.name == EXPERT_BLOCK:
+            table = {**table, **names.experts}
+        stated = [own for own in kind.parameters if not own.changes or own.name in table]
+        found[layer] = _places({own.name: own for own in stated}, table, prefix)
     return found
+
+
+def shapes_of(
+    places: Mapping[str, Mapping[str, tuple[Place, ...]]],
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor by name, in order."""
+    layers = places.values()
+    return {place.tensor: place.shape for own in layers for each in own.values() for place in each}
 
 
 def adapter_places(model: ModelConfig, family: str) -> dict[str, list[Place]]:
@@ -201,7 +255,8 @@ def adapter_places(model: ModelConfig, family: str) -> dict[str, list[Place]]:
     for layer, kind in layers(model).items():
         tensors: dict[str, list[Place]] = {}
         for weight, a, b in adapters(kind):
-            for place in _adapter_of(base[layer][weight.name], a, b):
+            [own] = base[layer][weight.name]  # no expert has adapters
+            for place in _adapter_of(own, a, b):
                 together = tensors.setdefault(place.tensor, [])
                 if place.parameter not in [other.parameter for other in together]:
                     together.append(place)
@@ -249,7 +304,9 @@ def _refuse_parts(tensor: str, together: list[Place], family: str) -> None:
         )
 
 
-def _places(parameters: Mapping[str, Parameter], table: Table, prefix: str) -> dict[str, Place]:
+def _places(
+    parameters: Mapping[str, Parameter], table: Table, prefix: str
+) -> dict[str, tuple[Place, ...]]:
     """Returns the places of a layer's parameters; some follow each other in one tensor."""
     missing = sorted(parameters.keys() - table.keys())
     assert not missing, f"no tensor for {missing}"
@@ -258,25 +315,39 @@ def _places(parameters: Mapping[str, Parameter], table: Table, prefix: str) -> d
     for name, (suffix, groups) in table.items():
         if name not in parameters:
             continue
-        parameter = parameters[name]
-        sizes = dict(zip(parameter.dims, parameter.shape, strict=True))
-        box = [math.prod(sizes[dim] for dim in group) for group in groups]
-        grows = _growing_dim(groups)
-        start = [0] * len(groups)
-        start[grows] = ends.get(suffix, 0)
-        ends[suffix] = start[grows] + box[grows]
-        rows.append((parameter, suffix, groups, box, tuple(start)))
-    found = {}
-    for parameter, suffix, groups, box, start_of in rows:
-        box[_growing_dim(groups)] = ends[suffix]
-        found[parameter.name] = Place(
+        for expert, own in _experts(parameters[name], suffix):
+            tensor = suffix.format(expert)
+            sizes = dict(zip(own.dims, own.shape, strict=True))
+            box = [math.prod(sizes[dim] for dim in group) for group in groups]
+            grows = _growing_dim(groups)
+            start = [0] * len(groups)
+            start[grows] = ends.get(tensor, 0)
+            ends[tensor] = start[grows] + box[grows]
+            rows.append((own, tensor, groups, box, tuple(start), expert))
+    found: dict[str, list[Place]] = {}
+    for parameter, tensor, groups, box, start_of, expert in rows:
+        box[_growing_dim(groups)] = ends[tensor]
+        place = Place(
             parameter=parameter,
-            tensor=prefix + suffix,
+            tensor=prefix + tensor,
             shape=tuple(box),
             start=start_of,
             groups=groups,
+            expert=expert,
         )
-    return found
+        found.setdefault(parameter.name, []).append(place)
+    return {name: tuple(own) for name, own in found.items()}
+
+
+def _experts(parameter: Parameter, suffix: str) -> Iterator[tuple[int | None, Parameter]]:
+    """The parameter, or each expert of it, if each has a tensor."""
+    if "{}" not in suffix:
+        yield None, parameter
+        return
+    assert parameter.dims[0] == "E", f"{parameter.name} is not of experts"
+    own = replace(parameter, shape=parameter.shape[1:], dims=parameter.dims[1:])
+    for number in range(parameter.shape[0]):
+        yield number, own
 
 
 def _growing_dim(groups: tuple[str, ...]) -> int:

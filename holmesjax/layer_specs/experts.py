@@ -22,6 +22,7 @@ from holmesjax.layer_specs.kind import (
 ROUTER = "router/weight_DE"
 COUNT = "router/count_E"  # choices of each expert in the step before, of the whole global batch
 STEPS = "router/steps_E"  # by which biases have gone up, less those by which they have gone down
+BIAS = "router/bias_E"  # that an imported model has, which no step changes
 # Slots of a token's choices over the choices, where none is left out (`kernels.experts`).
 SLOTS_PER_CHOICE = 1.25
 
@@ -52,7 +53,7 @@ def expert_block(model: ModelConfig) -> Kind:
     d, f, gates = model.width, expert_width(model), 2 if model.is_gated else 1
     slots = math.ceil(experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE))
     parameters = [own for own in whole.parameters if shared or not _is_of_mlp(own)]
-    products = whole.products if shared else whole.products[:2]
+    products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
     return replace(
         whole,
@@ -116,6 +117,7 @@ def _parameters(model: ModelConfig, share: float) -> list[Parameter]:
         *(matrix(name, e, d, f) for name in _names_in(model)),
         matrix("down_EFD", e, f, d, std=added_std),
         *([changing(STEPS)] if experts.bias_rate else []),
+        *([changing(BIAS)] if experts.biased else []),
         changing(COUNT),
     ]
 

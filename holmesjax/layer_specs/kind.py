@@ -116,6 +116,8 @@ class Attention:
     window: int | None = None  # keys that a query sees, its own included; None: all
     scale: float | None = None  # of scores; None: 1 / sqrt(head_width)
     soft_cap: float | None = None  # c: a score s becomes c tanh(s / c)
+    # Numbers of a token that a cache holds in place of its keys and values; None: it holds those.
+    latents: int | None = None
 
     def pairs(self, length: int) -> int:
         """Pairs of a query and a key that it sees, in a sequence of so many tokens.

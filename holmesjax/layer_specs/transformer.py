@@ -7,6 +7,7 @@ F  feed-forward width   V  vocabulary size   P  positions
 from dataclasses import replace
 
 from holmesjax.config import ModelConfig
+from holmesjax.layer_specs import latent_attention
 from holmesjax.layer_specs.kind import (
     Attention,
     Constant,
@@ -52,46 +53,60 @@ def block_spec(model: ModelConfig) -> Kind:
     F; with a gate it reads 2 F and writes F. A norm of queries and keys moves 3 numbers for each of
     their numbers. A bias is added where a product's result is read next.
     """
-    d, f = model.width, model.feed_forward_width
+    d, f, has_latents = model.width, model.feed_forward_width, model.latent_attention is not None
     heads, keys = model.num_heads * model.head_width, model.kv_heads * model.head_width
+    latents = latent_attention.num_latents(model) if has_latents else 0
     gates = 2 if model.is_gated else 1
     before, after = (model.norms in (place, "both") for place in ("before", "after"))
     normed = heads + keys if model.qk_norm != "none" else 0
     return Kind(
         name="block",
         function="holmesjax.models.transformer:block",
-        cuts_sequences=True,
+        cuts_sequences=not has_latents,
         parameters=_block_parameters(model),
         products=(
-            WeightProduct(
-                d, heads + 2 * keys, "columns", weights=("query_DHK", "key_DGK", "value_DGK")
-            ),
-            WeightProduct(heads, d, "depth", weights=("out_HKD",)),
+            *(latent_attention.products(model) if has_latents else _products(model)),
             WeightProduct(
                 d, gates * f, "columns", weights=("gate_DF", "up_DF") if gates > 1 else ("up_DF",)
             ),
             WeightProduct(f, d, "depth", weights=("down_FD",)),
         ),
-        attention=Attention(
-            heads=model.num_heads,
-            key_heads=model.kv_heads,
-            head_width=model.head_width,
-            scale=model.attention_scale,
-            soft_cap=model.attention_soft_cap,
-        ),
+        attention=latent_attention.attention(model) if has_latents else _attention(model),
+        # Latents are read and written by their norms, and by the rotation of what turns.
         moved=PerToken(
-            6 * d * (1 + before + after), 4 * (heads + keys) + (gates + 1) * f + 3 * normed
+            6 * d * (1 + before + after) + 3 * latents,
+            4 * (heads + keys) + (gates + 1) * f + 3 * normed,
         ),
         # A norm behind a product into the residual stream reads the product's result. Without such
         # a norm the stream after attention stands for the result of attention's output projection.
         kept=Kept(
             input=PerToken(d),
-            products=PerToken(2 * d if after else d, heads + 2 * keys + gates * f),
-            between=PerToken(d * (2 * before + after), normed),
+            products=PerToken((2 * d if after else d) + latents, heads + 2 * keys + gates * f),
+            between=PerToken(d * (2 * before + after) + latents, normed),
             activation=PerToken(0, f),
         ),
         needed=PerToken(4 * d, (gates + 1) * f),
         collectives=(_all_reduces(model, forward=2, backward=2), *_qk_all_reduces(model)),
+    )
+
+
+def _attention(model: ModelConfig) -> Attention:
+    return Attention(
+        heads=model.num_heads,
+        key_heads=model.kv_heads,
+        head_width=model.head_width,
+        scale=model.attention_scale,
+        soft_cap=model.attention_soft_cap,
+    )
+
+
+def _products(model: ModelConfig) -> tuple[WeightProduct, ...]:
+    """The products of attention with its weights."""
+    heads, keys = model.num_heads * model.head_width, model.kv_heads * model.head_width
+    into = ("query_DHK", "key_DGK", "value_DGK")
+    return (
+        WeightProduct(model.width, heads + 2 * keys, "columns", weights=into),
+        WeightProduct(heads, model.width, "depth", weights=("out_HKD",)),
     )
 
 
@@ -160,12 +175,19 @@ def _block_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         "head": {"query_norm/scale_K": (k,), "key_norm/scale_K": (k,)},
         "all_heads": {"query_norm/scale_HK": (h, k), "key_norm/scale_GK": (g, k)},
     }
+    of_attention = (
+        latent_attention.parameters(model, matrix, added_std)
+        if model.latent_attention is not None
+        else (
+            matrix("query_DHK", d, h, k),
+            matrix("key_DGK", d, g, k),
+            matrix("value_DGK", d, g, k),
+            matrix("out_HKD", h, k, d, std=added_std),
+        )
+    )
     return (
         *norms("before", "attention_norm", "mlp_norm"),
-        matrix("query_DHK", d, h, k),
-        matrix("key_DGK", d, g, k),
-        matrix("value_DGK", d, g, k),
-        matrix("out_HKD", h, k, d, std=added_std),
+        *of_attention,
         matrix("up_DF", d, f),
         *((matrix("gate_DF", d, f),) if model.is_gated else ()),
         matrix("down_FD", f, d, std=added_std),

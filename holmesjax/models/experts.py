@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from holmesjax.config import ExpertsConfig
 from holmesjax.errors import ConfigError
-from holmesjax.layer_specs.experts import COUNT, STEPS, num_expert_blocks
+from holmesjax.layer_specs.experts import BIAS, COUNT, STEPS, num_expert_blocks
 from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, Context, Params
 from holmesjax.models.transformer import attention, feed_forward, norm
@@ -56,7 +56,10 @@ def experts(
         capacity = ops.capacity_rows(*sizes, factor)
     router = params["router"]
     logits_BLE = ops.router_logits(h_BLD, router["weight_DE"])
-    bias_E = settings.bias_rate * router["steps_E"] if "steps_E" in router else None
+    bias_E = router.get("bias_E")
+    if "steps_E" in router:
+        of_steps_E = settings.bias_rate * router["steps_E"]
+        bias_E = of_steps_E if bias_E is None else bias_E + of_steps_E
     scores_BLE = _scores(logits_BLE, settings)
     choice_BLk = ops.largest(
         _for_choice(scores_BLE, bias_E, settings), settings.active, kernels.shards
@@ -135,15 +138,20 @@ def _auxiliary(
         "idle_experts": jnp.where(mean > 0, jnp.sum(load_E == 0), 0),
     }
     share = B * L / num_expert_blocks(context.model)
+    changing = [
+        COUNT,
+        *([STEPS] if settings.bias_rate else []),
+        *([BIAS] if settings.biased else []),
+    ]
     return {
         "losses": losses,
         "metrics": {name: share * value for name, value in metrics.items()},
-        "sums": {COUNT: count_E, **({STEPS: count_E} if settings.bias_rate else {})},
+        "sums": dict.fromkeys(changing, count_E),
     }
 
 
 def changed(old: Mapping[str, jax.Array], counts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """`Kind.change`: the choices of each expert in this step, and steps of biases.
+    """`Kind.change`: the choices of each expert in this step, and steps of biases. Fixed ones stay.
 
     An expert below the mean load goes up, and one above it down.
 
@@ -154,4 +162,6 @@ def changed(old: Mapping[str, jax.Array], counts: Mapping[str, jax.Array]) -> di
     found = dict(counts)
     if STEPS in old:
         found[STEPS] = old[STEPS] + jnp.sign(counts[COUNT].mean() - counts[COUNT])
+    if BIAS in old:
+        found[BIAS] = old[BIAS]
     return found

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from holmesjax.layer_specs.kind import Attention
 
-Cache = dict[str, jax.Array]  # key_BTGK, value_BTGK
+Cache = dict[str, jax.Array]  # key_BTGK, and value_BTGK unless both are latents
 
 
 class Held(NamedTuple):
@@ -29,6 +29,8 @@ def empty(
 ) -> Cache:
     """A cache for texts of a length; float32."""
     size = min(length, attention.window or length)
+    if attention.latents is not None:
+        return {"key_BTGK": jnp.zeros((num_rows, size, 1, attention.latents), device=where)}
     shape = num_rows, size, attention.key_heads, attention.head_width
     return {name: jnp.zeros(shape, device=where) for name in ("key_BTGK", "value_BTGK")}
 
@@ -41,7 +43,7 @@ def extended(
     Args:
       cache: of the tokens before.
       k_BLGK: keys of the new tokens.
-      v_BLGK: their values.
+      v_BLGK: their values; the keys, where the cache holds latents.
       position_BL: their positions, ascending by 1, with padding behind them.
       window: of the layer; None: all keys.
     """
@@ -54,13 +56,18 @@ def extended(
         new_BLGK.astype(x_BTGK.dtype), mode="drop"
     )
     news = {"key_BTGK": k_BLGK, "value_BTGK": v_BLGK}
-    after = {name: write(cache[name], new) for name, new in news.items()}
+    after = {name: write(old, news[name]) for name, old in cache.items()}
     if window is None or k_BLGK.shape[1] == 1:
-        return Held(**after, position_BT=_positions(last_B1, T)), after
+        return _held(after, _positions(last_B1, T)), after
     # The first of several tokens see keys that the last of them push out.
-    both = {name: jnp.concatenate([cache[name], new], axis=1) for name, new in news.items()}
+    both = {name: jnp.concatenate([old, news[name]], axis=1) for name, old in cache.items()}
     before_BT = _positions(position_BL[:, :1] - 1, T)
-    return Held(**both, position_BT=jnp.concatenate([before_BT, position_BL], axis=1)), after
+    return _held(both, jnp.concatenate([before_BT, position_BL], axis=1)), after
+
+
+def _held(arrays: Cache, position_BT: jax.Array) -> Held:
+    key_BTGK = arrays["key_BTGK"]
+    return Held(key_BTGK, arrays.get("value_BTGK", key_BTGK), position_BT)
 
 
 def _positions(last_B1: jax.Array, T: int) -> jax.Array:

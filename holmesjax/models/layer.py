@@ -7,7 +7,7 @@ stream; the last returns the loss of its tokens, summed, or logits where there a
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -244,15 +244,18 @@ def source_of_values(model: ModelConfig, seed: int) -> Callable[[Parameter, str,
     drawn = lambda parameter, layer, box: init_values(parameter, layer, seed, box)
     of_weights = of_adapters = drawn
     base = replace(model, lora=None, fp8=None)
+    places: Mapping[str, Mapping[str, Any]] = {}
     if model.hf is not None:
         weights = hugging_face.open_weights(Path(model.hf), base)
+        places = weights.places
         of_weights = lambda parameter, layer, box: weights.read(layer, parameter.name, box)
     if model.lora is not None and model.lora.peft is not None:
         adapters = peft.open_adapters(Path(model.lora.peft), model)
         of_adapters = lambda parameter, layer, box: adapters.read(layer, parameter.name, box)
 
     def values(parameter: Parameter, layer: str, box: Box) -> np.ndarray:
-        if parameter.changes:  # of the training, and not of the model
+        is_in_folder = parameter.name in places.get(layer, {})
+        if parameter.changes and not is_in_folder:  # of the training, and not of the model
             return drawn(parameter, layer, box)
         is_adapter = model.lora is not None and parameter.trains
         return (of_adapters if is_adapter else of_weights)(parameter, layer, box)

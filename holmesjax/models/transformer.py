@@ -127,6 +127,8 @@ def attention(
     """Attention of the tokens to those before, projected back; and the extended cache, if any."""
     assert context.kind.attention is not None, "a kind that calls this states its attention"
     rule = ops.rule_of(context.kind.attention)
+    if "latent_DJ" in params:
+        return _latent_attention(params, h_BLD, context, rule)
     q_BLHK, k_BLGK, v_BLGK = _project(params, h_BLD, context, products)
     cache: Cache | None = None
     if context.cache is None:
@@ -139,6 +141,57 @@ def attention(
     ys = products.linears("out", out_BLHK, [params["out_HKD"]], 2)
     [y_BLD] = _with_adapters(ys, params, ["out"], out_BLHK, context)
     return _biased(params, "out_D", y_BLD), cache
+
+
+def _latent_attention(
+    params: Params, h_BLD: jax.Array, context: Context, rule: ops.Rule
+) -> tuple[jax.Array, Cache | None]:
+    """Attention with latents (`layer_specs.latent_attention`).
+
+    A cache holds the latents. There a head's query is turned into their space, and what it gives
+    is turned back, so that no key or value of a token before is computed again.
+    """
+    settings, w_CHX = context.model.latent_attention, params["key_value_CHX"]
+    assert settings is not None, "parameters are those of the settings"
+    rank, plain = settings.rank, context.model.head_width - settings.rotary_width
+    if "query_DQ" in params:
+        q_BLQ = norm(params["query_norm"], ops.contract(h_BLD, params["query_DQ"]), context)
+        q_BLHK = ops.contract(q_BLQ, params["query_QHK"])
+    else:
+        q_BLHK = ops.contract(h_BLD, params["query_DHK"])
+    of_token_BLJ = ops.contract(h_BLD, params["latent_DJ"])
+    c_BLC = norm(params["latent_norm"], of_token_BLJ[..., :rank], context)
+    turned_BLHK = _turn_neighbours(q_BLHK[..., plain:], context)
+    key_BLGK = _turn_neighbours(of_token_BLJ[..., None, rank:], context)
+    q_BLHK, cache = q_BLHK[..., :plain], None
+    if context.cache is None:
+        y_BLHX = ops.contract(c_BLC, w_CHX)
+        same = (*y_BLHX.shape[:3], settings.rotary_width)
+        k_BLHK = jnp.concatenate([y_BLHX[..., :plain], jnp.broadcast_to(key_BLGK, same)], -1)
+        v_BLHK, width = y_BLHX[..., plain:], y_BLHX.shape[-1] - plain
+        v_BLHK = jnp.pad(v_BLHK, [(0, 0)] * 3 + [(0, k_BLHK.shape[-1] - width)])
+        q_BLHK = jnp.concatenate([q_BLHK, turned_BLHK], -1)
+        arrays = q_BLHK, k_BLHK, v_BLHK
+        out_BLHK = ops.attention(*arrays, context.segment_BL, context.kernels, rule)[..., :width]
+    else:
+        w_CHX = w_CHX.astype(q_BLHK.dtype)
+        q_BLHC = jnp.einsum("blhk,chk->blhc", q_BLHK, w_CHX[..., :plain])
+        new_BLGJ = jnp.concatenate([c_BLC[:, :, None], key_BLGK], -1)
+        position_BL = jnp.broadcast_to(context.position_L, new_BLGJ.shape[:2])
+        held, cache = key_cache.extended(
+            context.cache, new_BLGJ, new_BLGJ, position_BL, rule.window
+        )
+        q_BLHJ = jnp.concatenate([q_BLHC, turned_BLHK], -1)
+        of_latents_BLHC = ops.cached_attention(q_BLHJ, *held, position_BL, rule)[..., :rank]
+        out_BLHK = jnp.einsum("blhc,chk->blhk", of_latents_BLHC, w_CHX[..., plain:])
+    return ops.contract(out_BLHK, params["out_HKD"]), cache
+
+
+def _turn_neighbours(x_BLHK: jax.Array, context: Context) -> jax.Array:
+    """Rotary positions, neighbours paired; the first of each pair come first in the result."""
+    pairs = x_BLHK.reshape(*x_BLHK.shape[:-1], -1, 2)
+    halves = jnp.concatenate([pairs[..., 0], pairs[..., 1]], -1)
+    return ops.rotate(halves, context.position_L, *_frequencies(context))
 
 
 def feed_forward(

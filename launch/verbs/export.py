@@ -20,6 +20,7 @@ from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.errors import CheckpointError, ConfigError, HolmesError
 from holmesjax.hugging_face import export, folder, peft
 from holmesjax.layer_specs import lora
+from holmesjax.layer_specs.experts import BIAS
 from holmesjax.layer_specs.model_layers import layers
 
 
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     _refuse_other_parts(args, model)
     kept = run_dir / folder.KEPT
     base = replace(model, lora=None, fp8=None)
+    if base.experts is not None and base.experts.bias_rate:  # which go out as fixed ones
+        base = replace(base, experts=replace(base.experts, biased=True))
     config = export.config_of(base, kept if kept.is_dir() else None, args.family, args.dtype)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     checkpoint = importlib.import_module("holmesjax.checkpoints.restoring")
@@ -99,7 +102,8 @@ def _layers(
 def _by_name(layer: str, model: ModelConfig, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The parameters of a layer by their stated names, of a nested dict.
 
-    Parameters that a step changes without training them belong to the run, and are left out.
+    Parameters that a step changes without training them belong to the run, and are left out. Of
+    them all biases of an expert are one.
     """
     found = {}
     for parameter in (stated for stated in layers(model)[layer].parameters if not stated.changes):
@@ -107,6 +111,11 @@ def _by_name(layer: str, model: ModelConfig, own: Mapping[str, Any]) -> dict[str
         for name in parameter.path:
             node = node[name]
         found[parameter.name] = np.asarray(node)
+    router = own.get("router", {})
+    if model.experts is not None and ("bias_E" in router or "steps_E" in router):
+        steps_E = np.asarray(router.get("steps_E", 0), np.float32)
+        of_steps_E = np.float32(model.experts.bias_rate) * steps_E
+        found[BIAS] = np.asarray(router.get("bias_E", 0), np.float32) + of_steps_E
     return found
 
 

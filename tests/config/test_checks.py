@@ -81,6 +81,32 @@ model.rotary_fraction: is only for rotary positions, not for learned ones
   found: 0.5
   fix: remove it, or set model.positions to rotary
 
+model.latent_attention.rank=8
+model.head_dim: is missing: model.latent_attention needs the width of queries and keys
+  found: nothing
+  fix: add it, its part that turns included
+
+model.latent_attention.rotary_width=16 model.head_dim=16
+model.latent_attention.rotary_width: must be even and below model.head_dim = 16
+  found: 16
+  fix: use 8
+
+model.latent_attention.rotary_width=4 model.latent_attention.value_width=20 model.head_dim=16
+model.latent_attention.value_width: must be at most model.head_dim = 16
+  found: 20
+  fix: use 16
+
+model.latent_attention.rotary_width=4 model.head_dim=16 model.num_kv_heads=2
+model.num_kv_heads: must be 4 with model.latent_attention
+  found: 2
+  fix: use 4
+
+model.latent_attention.rotary_width=4 model.head_dim=16 model.fp8={}
+model.fp8: cannot be set beside model.latent_attention, whose products have neither adapters \
+nor fp8
+  found: both
+  fix: leave one of the two out
+
 model.window_rotary_base=10.0
 model.window_rotary_base: is only for layers of the kind window_block
   found: 10.0

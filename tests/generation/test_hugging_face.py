@@ -1,5 +1,6 @@
 """Models from folders of Hugging Face's format, with caches of keys."""
 
+import dataclasses
 import itertools
 import json
 
@@ -13,6 +14,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.generation.decoder import Decoder, on_devices
 from holmesjax.generation.sampler import Sampler
 from holmesjax.hugging_face import folder
+from holmesjax.models.layer import source_of_values
 from launch.__main__ import main
 from tests.data import tokenizer_kinds
 from tests.data.trained_tokenizers import write_bpe, write_corpus
@@ -35,8 +37,8 @@ def write_folder(path, family, **changes):
 def test_a_family_has_the_same_logits_with_caches(family, tmp_path):
     """Prompts and single tokens, beyond the windows that a family has."""
     model = write_folder(tmp_path, family)
-    weights = folder.open_weights(tmp_path, model)
-    decoder = Decoder.built(model, on_devices(model), weights.read)
+    values = source_of_values(dataclasses.replace(model, hf=str(tmp_path)), seed=0)
+    decoder = Decoder.built(model, on_devices(model), values)
     token_BL = np.array([[(7 * i + 3) % 96 for i in range(24)]], np.int32)
     got, _ = extended(decoder, token_BL, (11, 1, 1, 11), most=32)
     want = logits_of(decoder.params, model, token_BL)

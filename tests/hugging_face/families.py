@@ -10,7 +10,7 @@ import numpy as np
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import config_json
 from holmesjax.hugging_face.safetensors_file import DTYPES
-from holmesjax.hugging_face.tensors import places
+from holmesjax.hugging_face.tensors import places, shapes_of
 
 # All products of sizes differ, so that no wrong reshape has the right shape.
 D, H, G, K, F, V, P = 40, 4, 2, 16, 48, 96, 64
@@ -72,6 +72,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.6,
         sliding_window=6,
     ),
+    "mixtral": dict(_llama, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3_moe": dict(
+        _llama,
+        moe_intermediate_size=28,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+    "deepseek_v3": dict(
+        {key: x for key, x in _llama.items() if key not in ("head_dim", "num_key_value_heads")},
+        first_k_dense_replace=2,
+        kv_lora_rank=12,
+        q_lora_rank=20,
+        qk_rope_head_dim=6,
+        qk_nope_head_dim=8,
+        v_head_dim=10,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=28,
+        n_group=4,
+        topk_group=2,
+        rope_scaling=dict(
+            type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+    ),
 }
 
 
@@ -88,13 +120,12 @@ def model_of(family: str) -> ModelConfig:
 def tensors_of(family: str, model: ModelConfig, dtype: str = "F32") -> dict[str, np.ndarray]:
     """Random tensors by name, in Hugging Face's shapes: functions of their names alone."""
     found = {}
-    for layer in places(model, family).values():
-        for place in layer.values():
-            name, seed = place.tensor, zlib.crc32(place.tensor.encode())
-            values = np.random.default_rng(seed).standard_normal(place.shape) * 0.2
-            is_scale = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-            values += is_scale and not family.startswith("gemma")
-            found[name] = values.astype(DTYPES[dtype])
+    for name, shape in shapes_of(places(model, family)).items():
+        seed = zlib.crc32(name.encode())
+        values = np.random.default_rng(seed).standard_normal(shape) * 0.2
+        is_scale = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+        values += is_scale and not family.startswith("gemma")
+        found[name] = values.astype(DTYPES[dtype])
     return found
 
 

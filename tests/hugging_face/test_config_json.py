@@ -29,6 +29,9 @@ DEFAULTS = {
     "gemma3_text": (262208, 2304, 9216, 26, 8, 4, 256, 1e-6, 131072, True),
     "olmo2": (50304, 4096, 11008, 32, 32, 32, 128, 1e-5, 2048, False),
     "phi3": (32064, 3072, 8192, 32, 32, 32, 96, 1e-5, 4096, False),
+    "mixtral": (32000, 4096, 14336, 32, 32, 8, 128, 1e-5, 131072, False),
+    "qwen3_moe": (151936, 2048, 6144, 24, 32, 4, 64, 1e-6, 32768, False),
+    "deepseek_v3": (129280, 7168, 18432, 61, 128, 128, 192, 1e-6, 4096, False),
 }
 # Those besides that a class has otherwise than ours.
 OTHERS = {
@@ -42,6 +45,23 @@ OTHERS = {
         **{"pattern": [*["window_block"] * 5, "block"], "window": 4096},
     },
     "phi3": {"rotary_base": 1e4},
+    "mixtral": {"rotary_base": 1e6, "experts": {"count": 8, "active": 2}},
+    "qwen3_moe": {
+        **{"rotary_base": 1e4, "pattern": ["expert_block"]},
+        "experts": {"count": 128, "active": 8, "width": 768, "normalized": False},
+    },
+    "deepseek_v3": {
+        "attention_scale": 192**-0.5,
+        "latent_attention": {
+            **{"rank": 512, "query_rank": 1536, "rotary_width": 64, "value_width": 128},
+        },
+        "pattern": [*["block"] * 3, *["expert_block"] * 58],
+        "experts": {
+            **{"count": 256, "active": 8, "width": 2048, "normalized": True, "scale": 2.5},
+            **{"groups": 8, "active_groups": 4, "shared_width": 2048, "scores": "sigmoid"},
+            "biased": True,
+        },
+    },
 }
 
 
@@ -103,10 +123,10 @@ def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
     if family != "gpt2":  # whose positions are an array
         shorter = dataclasses.replace(model, context_length=8)
         assert config_json_export.exported(shorter, kept, family, "bfloat16") == exported
-    wider = dataclasses.replace(model, norm_epsilon=1e-3)
+    wider = dataclasses.replace(model, vocab_size=100)
     changed = config_json_export.exported(wider, kept, family, "bfloat16")
-    key = config_json.FAMILIES[family].keys["norm_epsilon"]
-    assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (1e-3, [1], 2)
+    key = config_json.FAMILIES[family].keys["vocab_size"]
+    assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (100, [1], 2)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -114,6 +134,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+        "weight_block_size",
+    ),
     ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ("qwen2", {"num_experts": 8}, "num_experts"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
@@ -138,6 +164,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ("llama", {"rope_theta": "1e4"}, "rope_theta"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    ("mixtral", {"num_local_experts": 8, "num_experts": 4}, "num_local_experts"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers"),
+    ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
+    ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+    ("deepseek_v3", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
 ]
 
 
@@ -162,8 +205,25 @@ def test_a_scaling_without_a_factor_has_that_of_its_lengths_unless_its_class_ref
         ModelConfig(**found)
 
 
+def test_settings_of_training_alone_do_not_stand_in_the_way_of_an_export():
+    model = dataclasses.replace(model_of("qwen3_moe"), z_loss_multiplier=1e-4)
+    losses = {"balance_loss": 0.01, "router_z_loss": 1e-3, "capacity_factor": 2.0}
+    trained = dataclasses.replace(model, experts=dataclasses.replace(model.experts, **losses))
+    assert config_json_export.write(trained, "qwen3_moe", "x") == config_json_export.write(
+        model_of("qwen3_moe"), "qwen3_moe", "x"
+    )
+
+
+def test_layers_with_experts_are_those_of_both_keys():
+    """And a number of experts has the two names that versions of `transformers` give it."""
+    assert model_of("qwen3_moe").pattern == ("block", "expert_block", "block", "block")
+    newer = {"num_local_experts": 6, "num_hidden_layers": 2, "mlp_only_layers": [0]}
+    found = read("qwen3_moe", **newer)
+    assert (found["experts"]["count"], found["pattern"]) == (6, ["block", "expert_block"])
+
+
 def test_another_family_is_refused(tmp_path):
-    for text in ('{"model_type": "mixtral"}', "{}", '{"model_type": ["llama"]}'):
+    for text in ('{"model_type": "bert"}', "{}", '{"model_type": ["llama"]}'):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match="of a family that is not supported"):
             ConfigJson.load(tmp_path)
@@ -180,6 +240,18 @@ def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
     each = r"found: gpt2: model\.\w+ [^;]*; llama, mistral, [^;]*: model\.activation gelu\n"
     with pytest.raises(ConfigError, match=each):
         config_json_export.family_of(model)
+    biased = {"bias_rate": 0.001}, r"experts\.biased: .* of a mixtral\n  found: True, which"
+    for changes, found in (biased, ({"scale": 2.5}, r"experts\.scale")):
+        own = model_of("mixtral")
+        own = dataclasses.replace(own, experts=dataclasses.replace(own.experts, **changes))
+        with pytest.raises(ConfigError, match=rf"model\.{found}"):
+            config_json_export.write(own, "mixtral", "float32")
+    for own, family, where in (
+        ("qwen3", "qwen3_moe", "experts"),
+        ("qwen3_moe", "deepseek_v3", "latent_attention"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model\.{where}: is missing: a {family} has"):
+            config_json_export.write(model_of(own), family, "float32")
     windows = model_of("mistral")
     with pytest.raises(ConfigError, match=r"model\.pattern"):
         config_json_export.write(windows, "llama", "float32")

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from holmesjax.errors import CheckpointError, HolmesError
-from holmesjax.hugging_face import folder, safetensors_file, tensor_rows
+from holmesjax.hugging_face import export, folder, safetensors_file, tensor_rows
+from holmesjax.hugging_face.block_scales import SUFFIX
 from holmesjax.hugging_face.tensors import places
 from tests.cases import cases
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
@@ -38,8 +40,9 @@ def test_any_box_of_a_parameter_is_read(family: str, tmp_path, monkeypatch):
     assert weights.dtype == "BF16"
     random = np.random.default_rng(0)
     for layer, its_places in places(model, family).items():
-        for name, place in its_places.items():
-            whole = place.to_parameter(tensors[place.tensor]).astype(np.float32)
+        for name, own in its_places.items():
+            parts = [place.to_parameter(tensors[place.tensor]).astype(np.float32) for place in own]
+            whole = parts[0] if own[0].expert is None else np.stack(parts)
             ends = [np.sort(random.choice(n + 1, 2, replace=False)) for n in whole.shape]
             box = tuple((int(a), int(b)) for a, b in ends)
             expected = whole[tuple(slice(*bounds) for bounds in box)]
@@ -57,7 +60,8 @@ def test_a_part_of_heads_or_of_a_width_is_read_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", counted)
     for name in ("query_DHK", "up_DF", "out_HKD", "down_FD"):  # rows of the tensor; then columns
-        parameter = weights.places["block_000"][name].parameter
+        [place] = weights.places["block_000"][name]
+        parameter = place.parameter
         box = tuple(
             (n // 2 if dim in "HF" else 0, n)
             for dim, n in zip(parameter.dims, parameter.shape, strict=True)
@@ -79,6 +83,47 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_read(dtype, tmp_
     for box, count in ((((0, 40), (0, 4), (0, 16)), 2), (((0, 10), (2, 3), (0, 16)), 1)):
         with pytest.raises(CheckpointError, match=rf"{Q} that are NaN .*\n  found: {count} among"):
             read(box)
+
+
+def test_codes_in_fp8_are_read_times_the_scales_of_their_blocks(tmp_path, monkeypatch):
+    """Blocks at the edges are smaller, and a layer behind the last one is passed by."""
+    monkeypatch.setattr(tensor_rows, "MAX_BYTES", 700)
+    model, wanted, stored = model_of("deepseek_v3"), {}, {}
+    for name, tensor in tensors_of("deepseek_v3", model).items():
+        stored[name] = wanted[name] = tensor
+        if ".mlp." in name and name.endswith("proj.weight"):
+            rows, columns = tensor.shape
+            codes = tensor.astype(ml_dtypes.float8_e4m3fn)
+            scales = np.random.default_rng(0).uniform(0.5, 2, (-(-rows // 12), -(-columns // 16)))
+            scales = scales.astype(np.float32)
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            spread = np.repeat(np.repeat(scales, 12, 0), 16, 1)[:rows, :columns]
+            wanted[name] = codes.astype(np.float32) * spread
+    stored[f"model.layers.{model.num_layers}.eh_proj.weight"] = np.zeros(2, np.float32)
+    where = write_folder(tmp_path / "in", "deepseek_v3", stored)
+    with pytest.raises(HolmesError, match="F8_E4M3"):
+        folder.open_weights(where, model)
+    scaled = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [12, 16]}
+    changes = {"quantization_config": scaled, "num_nextn_predict_layers": 1}
+    write_config(where, "deepseek_v3", **changes)
+    weights = folder.open_weights(where, model)
+    assert weights.dtype == "F8_E4M3"
+    for layer, its_places in weights.places.items():
+        for name, own in its_places.items():
+            parts = [place.to_parameter(wanted[place.tensor]) for place in own]
+            expected = parts[0] if own[0].expert is None else np.stack(parts)
+            ends = [(n // 3, n) for n in expected.shape]
+            found = weights.read(layer, name, tuple(ends))
+            np.testing.assert_array_equal(found, expected[tuple(slice(*x) for x in ends)], name)
+    exported = export.config_of(model, where, None, None)
+    assert "quantization_config" not in exported
+    assert exported["num_nextn_predict_layers"] == 0
+    name = next(name for name in stored if name.endswith(SUFFIX))
+    for wrong in ({name: stored[name][1:]}, {name: stored[name].astype(np.float16)}):
+        write_folder(where, "deepseek_v3", stored | wrong)
+        write_config(where, "deepseek_v3", **changes)
+        with pytest.raises(CheckpointError, match=name):
+            folder.open_weights(where, model)
 
 
 # ---- folders that are refused --------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import config_json_export, safetensors_file
-from holmesjax.hugging_face.tensors import places
+from holmesjax.hugging_face.tensors import places, shapes_of
 from launch.__main__ import main
 from tests.models.families import MODELS
 
@@ -26,8 +26,9 @@ def write_folder(where: Path, model: ModelConfig) -> list[float]:
     where.mkdir()
     config = config_json_export.write(model, "llama", "float32")
     (where / "config.json").write_text(json.dumps(config))
-    layers = [list(layer.values()) for layer in places(model, "llama").values()]
-    shapes = {place.tensor: place.shape for layer in layers for place in layer}
+    found = places(model, "llama")
+    layers = [[place for each in layer.values() for place in each] for layer in found.values()]
+    shapes = shapes_of(found)
     zeros = (np.zeros(shape, np.float32) for shape in shapes.values())
     safetensors_file.write(where / "model.safetensors", "F32", shapes, zeros)
     return [sum(4 * place.parameter.size() for place in layer) / MIB for layer in layers]

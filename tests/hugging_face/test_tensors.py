@@ -19,7 +19,8 @@ def llama_block(t: Tensors, i: int, h: int, g: int) -> Tensors:
     # Norms behind attention and feed-forward take the name of the one before the feed-forward.
     is_post = f"{w}post_feedforward_layernorm.weight" in t
     post = "attention_post_norm" if is_post else "mlp_norm"
-    is_per_head = t.get(f"{a}q_norm.weight", np.zeros(0)).size == t[f"{a}q_proj.weight"].shape[0]
+    size = lambda name: len(t.get(f"{a}{name}.weight", ()))
+    is_per_head = size("q_norm") == size("q_proj")
     formulas: dict[str, tuple[str, Callable]] = {
         "query_DHK": (f"{a}q_proj.weight", lambda x: heads(x, h)),
         "key_DGK": (f"{a}k_proj.weight", lambda x: heads(x, g)),
@@ -42,7 +43,37 @@ def llama_block(t: Tensors, i: int, h: int, g: int) -> Tensors:
         name = f"{ours}_norm/scale_{letter}K" if is_per_head else f"{ours}_norm/scale_K"
         shape = (n, -1) if is_per_head else (-1,)
         formulas[name] = (f"{a}{theirs}_norm.weight", lambda x, s=shape: x.reshape(s))
-    return {name: make(t[key]) for name, (key, make) in formulas.items() if key in t}
+    found = {name: make(t[key]) for name, (key, make) in formulas.items() if key in t}
+    return found | expert_weights(t, w)
+
+
+def expert_weights(t: Tensors, w: str) -> Tensors:
+    """The parameters of latents, the router and the experts of a layer, if it has any."""
+    mlp, names, a = f"{w}mlp", ("gate_proj", "up_proj", "down_proj"), f"{w}self_attn."
+    heads = lambda x: x.reshape(4, -1, x.shape[1]).transpose(2, 0, 1)
+    formulas: dict[str, tuple[str, Callable]] = {
+        "query_DQ": (f"{a}q_a_proj.weight", lambda x: x.T),
+        "query_norm/scale_Q": (f"{a}q_a_layernorm.weight", lambda x: x),
+        "query_QHK": (f"{a}q_b_proj.weight", heads),
+        "latent_DJ": (f"{a}kv_a_proj_with_mqa.weight", lambda x: x.T),
+        "latent_norm/scale_C": (f"{a}kv_a_layernorm.weight", lambda x: x),
+        "key_value_CHX": (f"{a}kv_b_proj.weight", heads),
+        "router/bias_E": (f"{mlp}.gate.e_score_correction_bias", lambda x: x),
+        "gate_DF": (f"{mlp}.shared_experts.gate_proj.weight", lambda x: x.T),
+        "up_DF": (f"{mlp}.shared_experts.up_proj.weight", lambda x: x.T),
+        "down_FD": (f"{mlp}.shared_experts.down_proj.weight", lambda x: x.T),
+    }
+    found = {name: make(t[key]) for name, (key, make) in formulas.items() if key in t}
+    if f"{w}block_sparse_moe.gate.weight" in t:
+        mlp, names = f"{w}block_sparse_moe", ("w1", "w3", "w2")
+    if f"{mlp}.gate.weight" not in t:
+        return found
+    router = t[f"{mlp}.gate.weight"]
+    found["router/weight_DE"] = router.T
+    for ours, theirs in zip(("gate_EDF", "up_EDF", "down_EFD"), names, strict=True):
+        each = [t[f"{mlp}.experts.{e}.{theirs}.weight"].T for e in range(len(router))]
+        found[ours] = np.stack(each)
+    return found
 
 
 def phi3_block(t: Tensors, i: int, h: int, g: int) -> Tensors:
@@ -103,10 +134,10 @@ def test_places_are_those_of_the_formulas_and_fill_each_tensor_once(family: str)
     back = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
     for layer, its_places in found.items():
         assert its_places.keys() == expected[layer].keys()
-        for name, place in its_places.items():
+        for name, place in ((name, place) for name, own in its_places.items() for place in own):
             parameter = place.to_parameter(tensors[place.tensor])
             assert parameter.shape == place.parameter.shape
-            np.testing.assert_array_equal(parameter, expected[layer][name], err_msg=name)
+            np.testing.assert_array_equal(parameter, place.values(expected[layer]), err_msg=name)
             assert np.isnan(back[place.tensor][place.index]).all(), "two parameters in one place"
             back[place.tensor][place.index] = place.to_box(parameter)
     for name, tensor in tensors.items():

@@ -19,7 +19,6 @@ import numpy as np
 
 NUM_NEW = 12  # tokens that are generated after the first eight
 TIMEOUT_S = 240.0
-WEIGHTS = "model.safetensors"
 EMBEDDINGS = ("embed_tokens", "wte", "wpe")  # have no weight decay
 # A large epsilon: dividing by the root of a second moment near zero would magnify roundings.
 STEP = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1}
@@ -84,7 +83,6 @@ def load(folder: Path) -> tuple[Any, Any]:
 def step(folder: Path, rows: np.ndarray, gradients: Path, weights: Path) -> float:
     """Does what `train` says; returns the loss."""
     torch = importlib.import_module("torch")
-    save = importlib.import_module("safetensors.torch").save_file
     model, problems = load(folder)
     assert not problems, problems
     named = dict(model.named_parameters())
@@ -103,12 +101,14 @@ def step(folder: Path, rows: np.ndarray, gradients: Path, weights: Path) -> floa
     logits = model(tokens[:, :-1], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    found = {gradients: {name: x.grad.clone() for name, x in named.items()}}
+    found = {name: x.grad.clone() for name, x in named.items()}
     optimizer.step()
-    for where, tensors in (found | {weights: named}).items():
-        where.mkdir()
+    for where in (weights, gradients):
+        # It writes tensors by their published names, which are not those of parameters of experts.
+        model.save_pretrained(where)
         shutil.copy(folder / "config.json", where)
-        save({name: x.detach().contiguous() for name, x in tensors.items()}, where / WEIGHTS)
+        for name, x in named.items():
+            x.data.copy_(found[name])
     return float(loss)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.interpreters import partial_eval
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import LatentAttentionConfig, ModelConfig
 from holmesjax.layer_specs.kind import Attention
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import apply, param_shapes
@@ -38,6 +38,12 @@ MODELS = {
     "tied": ModelConfig(**SMALL, tied_embeddings=True),
     "every norm and bias": ModelConfig(
         **SMALL, norms="both", qk_norm="all_heads", biases="all", activation="geglu"
+    ),
+    "latents": ModelConfig(
+        **SMALL,
+        head_dim=12,
+        norm="rms_norm",
+        latent_attention=LatentAttentionConfig(rank=10, query_rank=14, rotary_width=4),
     ),
     "norms of heads": ModelConfig(**SMALL, norms="after", qk_norm="head", norm="rms_norm"),
 }

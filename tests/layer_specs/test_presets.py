@@ -9,8 +9,12 @@ from holmesjax.costs.parameters import parameter_counts
 from tests.cases import cases
 from tests.published_sizes import PUBLISHED
 
-# Of models with experts. Their publishers say 12.9, 3.3 and 22 billion; the second has 3.353.
-ACTIVE_BILLIONS = {"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.4, "qwen3_235b_a22b": 22.2}
+# Of models with experts. Their publishers say 12.9, 3.3, 22 and 37 billion; the second has 3.353,
+# and the last 36.6 without its token table. Its biases of experts are no weights.
+ACTIVE_BILLIONS = {
+    **{"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.4, "qwen3_235b_a22b": 22.2},
+    "deepseek_v3": 37.6,
+}
 
 
 @cases("name, parameters", PUBLISHED)
@@ -43,6 +47,10 @@ class Published(NamedTuple):
 LINEAR = {"type": "linear", "factor": 8.0}
 
 
+YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
 def llama3(factor):
     scaling = {"type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
     turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -64,6 +72,7 @@ PUBLISHED_SETTINGS = {
     "qwen3_0b6 qwen3_1b7 qwen3_4b qwen3_8b qwen3_14b qwen3_32b": Published(40960, 1e-6, 1e6),
     "qwen3_30b_a3b qwen3_235b_a22b": Published(40960, 1e-6, 1e6),
     "mixtral_8x7b": Published(32768, 1e-5, 1e6),
+    "deepseek_v3": Published(163840, 1e-6, 1e4, YARN),
     "mistral_7b_v0_1": Published(32768, window=4096),
     "mistral_7b_v0_3": Published(32768, 1e-5, 1e6),
     "gemma2_2b gemma2_9b gemma2_27b": Published(8192, 1e-6, window=4096),

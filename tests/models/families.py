@@ -1,4 +1,4 @@
-"""Nine small models, one of each family, with the tensors of `transformers` and golden logits.
+"""Twelve small models, one of each family, with the tensors of `transformers` and golden logits.
 
 The numbers are those that transformers 5.23.0 computed in float32 of these tensors, on a CPU. Each
 tensor is random by its name. All models have 7 layers, so that the sixth of Gemma 3 sees all keys.
@@ -7,10 +7,18 @@ tensor is random by its name. All models have 7 layers, so that the sixth of Gem
 import zlib
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from holmesjax.config import ModelConfig, RotaryScalingConfig
-from holmesjax.hugging_face.tensors import places
+from holmesjax.config import (
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    RotaryScalingConfig,
+)
+from holmesjax.hugging_face.tensors import places, shapes_of
+from holmesjax.layer_specs.kind import Parameter
+from holmesjax.models.layer import statements
 
 SIZES = {"num_layers": 7, "width": 32, "num_heads": 4, "vocab_size": 96, "context_length": 64}
 GATED = {"norm": "rms_norm", "norm_epsilon": 1e-6, "activation": "swiglu", "mlp_width": 48}
@@ -62,6 +70,48 @@ FAMILIES: dict[str, dict] = {
     | {"norm_epsilon": 1e-5, "rotary_base": 5e5, "norms": "after", "qk_norm": "all_heads"},
     "phi3": SMALL
     | {"norm_epsilon": 1e-5, "rotary_fraction": 0.5, "pattern": ("window_block",), "window": 6},
+    "mixtral": SMALL
+    | {
+        "norm_epsilon": 1e-5,
+        "rotary_base": 1e6,
+        "pattern": ("expert_block",),
+        "experts": ExpertsConfig(count=4, active=2),
+    },
+    "qwen3_moe": SMALL
+    | {
+        "head_dim": 16,
+        "rotary_base": 1e6,
+        "qk_norm": "head",
+        "pattern": ("expert_block",),
+        "experts": ExpertsConfig(count=6, active=3, width=20, normalized=False),
+    },
+    "deepseek_v3": {key: x for key, x in SMALL.items() if key != "num_kv_heads"}
+    | {
+        "head_dim": 14,
+        "rotary_scaling": RotaryScalingConfig(
+            type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        "attention_scale": 14**-0.5 * (0.1 * np.log(4) + 1) ** 2,
+        "latent_attention": LatentAttentionConfig(
+            rank=12, query_rank=20, rotary_width=6, value_width=10
+        ),
+        "pattern": ("block", *["expert_block"] * 6),
+        "experts": ExpertsConfig(
+            count=8,
+            active=3,
+            width=20,
+            shared_width=40,
+            scores="sigmoid",
+            scale=2.5,
+            groups=4,
+            active_groups=2,
+            biased=True,
+        ),
+    },
 }
 MODELS = {name: ModelConfig(**settings) for name, settings in FAMILIES.items()}
 TOKENS = (7 * np.arange(40) + 3) % 96
@@ -85,16 +135,15 @@ GOLDEN = {
     "gemma3_text": Golden(79488, (-0.1580, 0.3540, 0.2307, 0.3876), 70, 3813.477, 5.33485),
     "olmo2": Golden(60720, (-0.6590, 0.4690, -1.9093, -0.4447), 51, 3601.840, 5.34654),
     "phi3": Golden(60384, (-0.0332, -0.4606, -0.3170, 0.3893), 34, 3687.574, 5.53156),
+    "mixtral": Golden(158048, (0.0296, 1.6920, 2.7798, 0.4557), 2, 3437.785, 5.38477),
+    "qwen3_moe": Golden(131840, (-1.1099, -0.7170, -1.6657, 1.2725), 31, 3459.864, 5.56214),
+    "deepseek_v3": Golden(159600, (0.5574, 0.5315, -2.0415, -0.8681), 76, 3622.089, 5.40890),
 }
 
 
 def tensors(family: str) -> dict[str, np.ndarray]:
     """The tensors of a model by name, float64."""
-    shapes = {
-        place.tensor: place.shape
-        for layer in places(MODELS[family], family).values()
-        for place in layer.values()
-    }
+    shapes = shapes_of(places(MODELS[family], family))
     return {name: _tensor(name, shape, family) for name, shape in shapes.items()}
 
 
@@ -109,11 +158,17 @@ def params(family: str, arrays: dict[str, np.ndarray] | None = None) -> dict[str
     """The same as parameters of our layers, float32; or other tensors of these names."""
     found: dict[str, dict] = {}
     arrays = arrays or tensors(family)
-    for layer, own in places(MODELS[family], family).items():
-        for place in own.values():
-            *folders, name = (layer, *place.parameter.path)
-            node = found
-            for folder in folders:
-                node = node.setdefault(folder, {})
-            node[name] = np.float32(place.to_parameter(arrays[place.tensor]))
+    for layer, stated in statements(MODELS[family]).items():
+        own = places(MODELS[family], family)[layer]
+        found[layer] = jax.tree.map(
+            lambda parameter, own=own: _value(parameter, own, arrays), stated
+        )
     return found
+
+
+def _value(parameter: Parameter, own: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    if parameter.name not in own:  # of the run
+        return np.zeros(parameter.shape, np.float32)
+    places_of = own[parameter.name]
+    parts = [np.float32(place.to_parameter(arrays[place.tensor])) for place in places_of]
+    return parts[0] if places_of[0].expert is None else np.stack(parts)

@@ -1,4 +1,4 @@
-"""The forward passes of nine families in float64 NumPy, from tensors named as in `transformers`.
+"""The forward passes of twelve families in float64 NumPy, from tensors named as in `transformers`.
 
 It is written from published forward passes, and uses nothing of ours: no layer, and no setting.
 
@@ -103,7 +103,58 @@ FAMILIES = {
     },
     "olmo2": {"f": F8(5e5), "eps": 1e-5},
     "phi3": {"f": plain_frequencies(1e4, 4), "eps": 1e-5, "windows": lambda i: 6},
+    "mixtral": {"f": F8(1e6), "eps": 1e-5, "active": 2},
+    "qwen3_moe": {"f": F16(1e6), "active": 3},
+    # The rank of latents, the numbers that turn and those that do not, and the width of values.
+    "deepseek_v3": {
+        "f": yarn(plain_frequencies(1e4, 6), 1e4, 4, 16),
+        "latents": (12, 6, 8, 10),
+        "scale": 14**-0.5 * (0.1 * math.log(4) + 1) ** 2,
+        "active": 3,
+    },
 }
+
+
+def latent_attention(w, h, heads, own):
+    """Attention of a DeepSeek-V3: numbers that turn are neighbours."""
+    rank, turning, plain, width = own["latents"]
+    halves = lambda x: np.concatenate([x[..., 0::2], x[..., 1::2]], -1)
+    q = rms(h @ w("self_attn.q_a_proj").T, w("self_attn.q_a_layernorm"), 1e-6)
+    q = (q @ w("self_attn.q_b_proj").T).reshape(len(h), heads, -1)
+    joint = h @ w("self_attn.kv_a_proj_with_mqa").T
+    kv = rms(joint[:, :rank], w("self_attn.kv_a_layernorm"), 1e-6) @ w("self_attn.kv_b_proj").T
+    kv = kv.reshape(len(h), heads, plain + width)
+    k_turned = np.repeat(rotate(halves(joint[:, None, rank:]), own["f"]), heads, axis=1)
+    q = np.concatenate([q[..., :plain], rotate(halves(q[..., plain:]), own["f"])], -1)
+    k = np.concatenate([kv[..., :plain], k_turned], -1)
+    assert q.shape[-1] == plain + turning
+    return attend(q, k, kv[..., plain:], own["scale"]) @ w("self_attn.o_proj").T
+
+
+def experts(w, h, family, active, bias=None):
+    """Each token through those experts that its router scores highest."""
+    mlp = "block_sparse_moe" if family == "mixtral" else "mlp"
+    gate, up, down = (
+        ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
+    out = np.zeros_like(h)
+    for token, logits in enumerate(h @ w(f"{mlp}.gate").T):
+        if family == "deepseek_v3":
+            row = 1 / (1 + np.exp(-logits))
+            groups = (row + bias).reshape(4, -1)
+            best = np.sort(groups, -1)[:, -2:].sum(-1)
+            groups[np.argsort(-best, kind="stable")[2:]] = -np.inf
+            chosen = np.argsort(-groups.reshape(-1), kind="stable")[:active]
+        else:
+            row = np.exp(logits) / np.exp(logits).sum()
+            chosen = np.argsort(-row, kind="stable")[:active]
+        total = 1.0 if family == "qwen3_moe" else row[chosen].sum()
+        total /= 2.5 if family == "deepseek_v3" else 1.0
+        for e in chosen:
+            of = lambda name, e=e: w(f"{mlp}.experts.{e}.{name}")
+            inner = silu(h[token] @ of(gate).T) * (h[token] @ of(up).T)
+            out[token] += row[e] / total * (inner @ of(down).T)
+    return out
 
 
 def block(t, x, i, family, heads, own):
@@ -112,6 +163,9 @@ def block(t, x, i, family, heads, own):
     is_gemma, eps = family.startswith("gemma"), own.get("eps", 1e-6)
     norm = lambda name, x: rms(x, w(name), eps, float(is_gemma))
     h = x if family == "olmo2" else norm("input_layernorm", x)
+    if "latents" in own:
+        x = x + latent_attention(w, h, heads, own)
+        return feed_forward(t, x, i, family, own, w, norm)
     if family == "phi3":
         groups = t["model.layers.0.self_attn.qkv_proj.weight"].shape[0] // 8 - heads
         cuts = [heads * 8, (heads + groups // 2) * 8]
@@ -127,7 +181,7 @@ def block(t, x, i, family, heads, own):
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     width = q.shape[-1] // heads
     q, k, v = (x.reshape(len(x), -1, width) for x in (q, k, v))
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     window = own.get("windows", lambda i: None)(i)
     f = own["window_f"] if window and "window_f" in own else own["f"]
@@ -136,8 +190,22 @@ def block(t, x, i, family, heads, own):
     out = out @ w("self_attn.o_proj").T
     is_behind = is_gemma or family == "olmo2"
     x = x + (norm("post_attention_layernorm", out) if is_behind else out)
+    return feed_forward(t, x, i, family, own, w, norm)
+
+
+def feed_forward(t, x, i, family, own, w, norm):
+    """The second half of a layer."""
+    is_gemma = family.startswith("gemma")
+    is_behind = is_gemma or family == "olmo2"
     name = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     h = x if family == "olmo2" else norm(name, x)
+    if f"model.layers.{i}.mlp.gate.weight" in t or family == "mixtral":
+        bias = t.get(f"model.layers.{i}.mlp.gate.e_score_correction_bias")
+        shared = 0.0
+        if family == "deepseek_v3":
+            gate, up, down = (w(f"mlp.shared_experts.{n}_proj").T for n in ("gate", "up", "down"))
+            shared = (silu(h @ gate) * (h @ up)) @ down
+        return x + experts(w, h, family, own["active"], bias) + shared
     if family == "phi3":
         gate, up = np.split(h @ w("mlp.gate_up_proj").T, 2, axis=-1)
     else:

@@ -1,5 +1,6 @@
-"""Nine families against golden logits of `transformers` and an oracle in float64 NumPy."""
+"""Twelve families against golden logits of `transformers` and an oracle in float64 NumPy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,9 @@ import pytest
 
 from holmesjax.config import KernelsConfig, RotaryScalingConfig
 from holmesjax.config.rotary import frequencies
+from holmesjax.layer_specs.experts import COUNT, STEPS
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.models import ops
+from holmesjax.models import key_cache, ops
 from holmesjax.models.layer import Context, function_of
 from holmesjax.models.transformer import TABLE
 from tests.models import family_oracle
@@ -61,7 +63,9 @@ def loss_of(logits):
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers(family):
     golden, wanted = GOLDEN[family], family_oracle.logits(family, tensors(family), TOKENS)
-    assert sum(kind.size() for kind in layers(MODELS[family]).values()) == golden.parameters
+    stated = [own for kind in layers(MODELS[family]).values() for own in kind.parameters]
+    of_run = (COUNT, STEPS)
+    assert sum(own.size() for own in stated if own.name not in of_run) == golden.parameters
     got, _ = logits_of(family, arrays_of(TOKENS))
     for name, logits in (("oracle", wanted), ("ours", np.float64(got))):
         assert np.abs(logits[-1, :4] - golden.last).max() < NEAR, name
@@ -72,12 +76,18 @@ def test_logits_are_those_of_transformers(family):
     check_parts_through_the_cache(family, wanted)
     check_gradient(family)
     rounded, _ = logits_of(family, arrays_of(TOKENS), kernels=ops.Kernels(dtype="bfloat16"))
-    assert np.sqrt(np.square(rounded - wanted).mean()) / wanted.std() < 0.08
+    of_token = np.square(rounded - wanted).mean(-1)
+    # Rounding sends a few tokens to other experts.
+    typical = np.median(of_token) if MODELS[family].experts else of_token.mean()
+    assert np.sqrt(typical) / wanted.std() < 0.08
 
 
 def check_gradient(family):
-    """The slope of the loss in a random direction of all tensors: half the logits in each chunk."""
-    rng, here, size = np.random.default_rng(0), tensors(family), 1e-5
+    """The slope of the loss in a random direction: half the logits in each chunk.
+
+    The step is so small that no token changes its experts.
+    """
+    rng, here, size = np.random.default_rng(0), tensors(family), 1e-7
     direction = {name: rng.standard_normal(x.shape) for name, x in here.items()}
     moved = lambda step: {name: x + step * direction[name] for name, x in here.items()}
     ahead, back = (
@@ -96,9 +106,8 @@ def check_gradient(family):
 
 def check_parts_through_the_cache(family, wanted):
     """Ten tokens at a time: those of a part see the parts before."""
-    empty = lambda kind: jnp.zeros((1, 64, kind.attention.key_heads, kind.attention.head_width))
     caches = {
-        layer: {"key_BTGK": empty(kind), "value_BTGK": empty(kind)}
+        layer: key_cache.empty(dataclasses.replace(kind.attention, window=None), 1, 64)
         for layer, kind in layers(MODELS[family]).items()
         if kind.attention is not None
     }

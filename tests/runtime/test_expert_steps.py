@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from holmesjax.config import ExpertsConfig
+from holmesjax.config import ExpertsConfig, LatentAttentionConfig
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.experts import changed, experts
@@ -175,7 +175,20 @@ def plain_steps(model):
     return found
 
 
-MODELS = {"Mixtral": model_of(MIXTRAL), "DeepSeek": model_of(DEEPSEEK)}
+LATENTS = {
+    "num_kv_heads": None,
+    "head_dim": 12,
+    "positions": "rotary",
+    "latent_attention": LatentAttentionConfig(
+        rank=10, query_rank=14, rotary_width=4, value_width=6
+    ),
+}
+BIASED = dataclasses.replace(DEEPSEEK, biased=True)
+MODELS = {
+    "Mixtral": model_of(MIXTRAL),
+    "DeepSeek": model_of(BIASED, **LATENTS),
+    "dropless": model_of(dataclasses.replace(BIASED, capacity_factor=None), **LATENTS),
+}
 PLANS = {
     "one program": hand_made_plan((4,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
     "two stages": hand_made_plan((3, 1), (2, 1), (1, 2), fsdp=(1, 2), microbatches=2),
