@@ -1,7 +1,7 @@
 """Layouts of stages on the devices of a cluster; `stage_costs` has what they cost.
 
     pool      devices that stages share, in the order in which stages take them
-    mesh      the sizes of the axes of a stage: `data`, `fsdp`, `context`, `tensor`
+    mesh      the sizes of the axes of a stage: `data`, `fsdp`, `context`, `expert`, `tensor`
     slot      the place of one stage: a mesh, on devices of a pool
     settings  the microbatches and the checkpointing of a step, equal for all stages
 
@@ -51,23 +51,25 @@ class MeshShape(NamedTuple):
     context: int = 1
     # Whether `tensor` cuts sequences between products; no bool, as it is a number beside sizes.
     sequence_parallel: int = 0
+    expert: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.fsdp * self.tensor * self.context
+        return self.batch_shards * self.tensor * self.context
 
     @property
     def batch_shards(self) -> int:
         """The number of shards into which the sequences of a microbatch are cut."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Sizes by axis. `fsdp` and `context` of size 1 are no axes of the mesh."""
+        """Sizes by axis. `fsdp`, `context` and `expert` of size 1 are no axes of the mesh."""
         sizes = {
             Axis.DATA: self.data,
             Axis.FSDP: self.fsdp,
             Axis.CONTEXT: self.context,
+            Axis.EXPERT: self.expert,
             Axis.TENSOR: self.tensor,
         }
         always = (Axis.DATA, Axis.TENSOR)
