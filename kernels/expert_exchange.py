@@ -1,7 +1,7 @@
 """The feed-forward of experts of which each device has some: tokens are exchanged, in rounds.
 
 Each device has as many slots for the choices that go to each other device as an even load needs,
-times `SLOTS_PER_CHOICE`, and `all_to_all` exchanges full and empty ones alike. Choices that find no
+and a quarter, and `all_to_all` exchanges full and empty ones alike. Choices that find no
 slot wait for the next round. All devices run as many rounds as the largest load between two of them
 needs, so no choice is lost at any load, and no array is larger than an even load makes it. With
 loads that are nearly even there is one round.
@@ -10,7 +10,6 @@ Dims: those of `kernels.experts`, of one device; n devices, S slots for each, R 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention.shards import Shards, on_shards
+from kernels.expert_slots import slots_of_each
 from kernels.experts import (
     Static,
     from_slots,
@@ -28,19 +28,7 @@ from kernels.experts import (
     to_slots,
 )
 
-# Slots of choices over choices: a quarter of an even load may be on top of it without a new round.
-SLOTS_PER_CHOICE = 1.25
-
 T = TypeVar("T")
-
-
-def slots_of_each(num_choices: int, num_devices: int) -> int:
-    """Slots of a device for the choices that go to each device, itself among them.
-
-    >>> slots_of_each(64, 4), slots_of_each(2, 8)
-    (20, 1)
-    """
-    return math.ceil(SLOTS_PER_CHOICE * num_choices / num_devices)
 
 
 class _Routes(NamedTuple):

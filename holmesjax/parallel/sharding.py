@@ -86,8 +86,10 @@ def data_dim(dims: str, shape: tuple[int, ...], sizes: Sizes) -> int | None:
     True
     """
     for i, (axes, size) in enumerate(zip(shard_spec(dims, sizes), shape, strict=True)):
+        if dims[i] in TENSOR_DIMS:
+            continue
         cuts = math.prod(sizes[axis] for axis in (Axis.DATA, *spec_axes(P(axes), 1)[0]))
-        if dims[i] not in TENSOR_DIMS and size % cuts == 0:
+        if size % cuts == 0:
             return i
     return None
 

@@ -33,6 +33,7 @@ FREED = (
     "data",
     "tensor",
     "context",
+    "expert",
     "layers",
     "stages",
     "clusters",
