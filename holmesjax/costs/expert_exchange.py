@@ -74,7 +74,7 @@ def rounds(experts: ExpertsConfig, num_tokens: Sizes, num_devices: Sizes) -> Num
 
     >>> even = ExpertsConfig(count=128, active=8)
     >>> [round(float(rounds(even, 4096, n)), 2) for n in (1, 8, 32)]
-    [1.0, 1.01, 1.98]
+    [1.0, 1.01, 1.97]
     """
     return _rounds(num_devices, num_tokens, experts.count, experts.active)
 
