@@ -118,6 +118,10 @@ def local_experts(
     """The sum over choices, where each device has all experts (`experts_feed_forward`).
 
     A choice with the number behind the last expert is left out.
+
+    Args:
+      static: what is known as the program is traced.
+      x_BLD, choice_BLk, weight_BLk, w_in, w_out: those of `experts_feed_forward`.
     """
     return _forward(static, x_BLD, choice_BLk, weight_BLk, w_in, w_out)[0]
 

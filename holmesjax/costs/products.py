@@ -26,7 +26,13 @@ def layer_products(
 
     If a token meets k of E weights, each weight has k / E of the tokens. The FLOP are those of the
     active share, and all weights are read. A device of `expert` has fewer experts, each with tokens
-    of all these devices; that with most has `peak` times its share.
+    of all these devices.
+
+    Args:
+      kind: of the layer.
+      num_tokens: on each device.
+      tensor, expert: sizes of these mesh axes.
+      peak: the tokens of the device whose experts have most, over the mean.
     """
     of_experts = {parameter.name for parameter in kind.parameters if parameter.is_of_experts}
 
@@ -55,7 +61,12 @@ def trained_products(
     *,
     trains: bool = True,
 ) -> list[Product]:
-    """Returns the `layer_products` whose weights train, or whose weights do not."""
+    """Returns the `layer_products` whose weights train, or whose weights do not.
+
+    Args:
+      kind, num_tokens, tensor, expert, peak: those of `layer_products`.
+      trains: which of the two.
+    """
     products = layer_products(kind, num_tokens, tensor, expert, peak)
     pairs = zip(products, kind.products, strict=True)
     return [product for product, weight in pairs if weight.trains == trains]
