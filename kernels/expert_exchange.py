@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _Routes(NamedTuple):
-    """Where the choices of a device go."""
+    """The devices and places to which the choices of a device go."""
 
     device_N: jax.Array  # the number of devices where a choice is left out
     place_N: jax.Array  # how many choices to the same device come before it
@@ -193,7 +193,7 @@ def _slots(static: Static, routes: _Routes, i: jax.Array, shape: tuple[int, int,
 
 
 def _rounds(routes: _Routes, add_round: Callable[[jax.Array, T], T], start: T) -> T:
-    """What is left of `start` when each round has added its own."""
+    """The sums that begin with `start`, when each round has added its own."""
 
     def run(carry: tuple) -> tuple:
         i, sums = carry
@@ -229,7 +229,7 @@ def _own_experts(
     w_in: tuple[jax.Array, ...],
     w_out: jax.Array,
 ) -> jax.Array:
-    """What the experts of this device make of the rows that came, [R, D].
+    """The results of the experts of this device for the rows that came, [R, D].
 
     Of devices that share the width of experts, each has its part of a sum.
     """

@@ -1,4 +1,4 @@
-"""What devices that share experts send each other, and how unlike their loads are.
+"""The bytes that devices which share experts send each other, and how unlike their loads are.
 
     k  choices of a token   E  experts   n  devices of `expert`   T  tokens of a device
     D  model width   c  bytes of a number of the compute dtype

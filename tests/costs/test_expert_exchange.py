@@ -28,7 +28,7 @@ def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n):
 
 
 def test_an_exchange_between_nodes_shares_their_links():
-    """Of 8 devices on two nodes each sends a half of its bytes to the other node."""
+    """Each of 8 devices on two nodes sends a half of its bytes to the other node."""
     inside = Link(fabric="nvlink", bandwidth_bytes_per_s=200e9, latency_s=0.0)
     between = Link(fabric="infiniband", bandwidth_bytes_per_s=50e9, latency_s=0.0)
     near = Group(size=8, nodes=1, inside=inside, between=None)

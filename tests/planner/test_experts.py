@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from holmesjax import config as configs
 from holmesjax.config import ExpertsConfig
 from holmesjax.plan.device_pool import USABLE_MEMORY
@@ -18,16 +16,6 @@ EXPERTS = {
 }
 # Microbatches are given, so that a search is short.
 FEW = {"microbatches": 8, "schedule": "1f1b", "activation_checkpointing": "full"}
-# DeepSeek-V3's blocks, with grouped keys in the place of its attention.
-DEEPSEEK = {
-    **{"num_layers": 61, "width": 7168, "num_heads": 128, "num_kv_heads": 8, "head_dim": 128},
-    **{"mlp_width": 18432, "vocab_size": 129280, "context_length": 4096, "norm": "rms_norm"},
-    **{"activation": "swiglu", "pattern": ("block",) * 3 + ("expert_block",) * 58},
-    "experts": ExpertsConfig(
-        **{"count": 256, "active": 8, "width": 2048, "shared_width": 2048, "scores": "sigmoid"},
-        **{"groups": 8, "active_groups": 4, "scale": 2.5, "bias_rate": 1e-3},
-    ),
-}
 
 
 def test_tokens_are_exchanged_over_fast_links_alone():
@@ -47,21 +35,14 @@ def test_tokens_are_exchanged_over_fast_links_alone():
         assert stage.fabrics.get(Axis.EXPERT, "local") in ("local", "nvlink")
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {**configs.preset("qwen3_235b_a22b"), "context_length": 4096},
-        pytest.param(DEEPSEEK, marks=pytest.mark.exhaustive),
-    ],
-    ids=["Qwen 3 235B A22B", "DeepSeek-V3"],
-)
-def test_large_models_are_planned_on_unlike_clusters(model):
+def test_a_large_model_is_planned_on_unlike_clusters():
     """Experts are shared inside nodes, which is better than to gather all of them."""
+    model = {**configs.preset("qwen3_235b_a22b"), "context_length": 4096}
     topology = make_topology(
-        make_cluster("ib", "infiniband", (8,) * 48),
-        make_cluster("roce", "roce", (8,) * 32, speed=0.5),
+        make_cluster("ib", "infiniband", (8,) * 24),
+        make_cluster("roce", "roce", (8,) * 16, speed=0.5),
     )
-    train = {"global_batch": 2048}
+    train = {"global_batch": 512}
     plan_of = lambda **own: make_plan(
         make_config(model=model, train=train, parallel=FEW, **own, clusters=("roce", "ib")),
         topology,
