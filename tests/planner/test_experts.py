@@ -43,11 +43,8 @@ def test_a_large_model_is_planned_on_unlike_clusters():
         make_cluster("roce", "roce", (8,) * 16, speed=0.5),
     )
     train = {"global_batch": 512}
-    plan_of = lambda **own: make_plan(
-        make_config(model=model, train=train, parallel=FEW, **own, clusters=("roce", "ib")),
-        topology,
-    )
-    plan = plan_of()
+    config = make_config(model=model, train=train, parallel=FEW, clusters=("roce", "ib"))
+    plan = make_plan(config, topology)
     for stage in plan.stages:
         assert sum(stage.memory_bytes.values()) <= USABLE_MEMORY * 80 * 2**30
         assert stage.mesh[Axis.EXPERT] > 1
