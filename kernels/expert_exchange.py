@@ -11,7 +11,7 @@ Dims: those of `kernels.experts`, of one device; n devices, S slots for each, R 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def _exchanged(
     return _forward(static, x_BLD, choice_BLk, weight_BLk, w_in, w_out)[0]
 
 
-def _forward(static: Static, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+def _forward(static: Static, *arrays: Any) -> tuple[jax.Array, tuple]:
     run = on_shards(
         functools.partial(_local_forward, static), static.shards, _dims(static, arrays[3]), "BLd"
     )
@@ -183,7 +183,7 @@ def _routes(static: Static, choice_BLk: jax.Array) -> _Routes:
     return _Routes(device_N, place_N, local_BLk.reshape(-1), num_rounds)
 
 
-def _slots(static: Static, routes: _Routes, i: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+def _slots(static: Static, routes: _Routes, i: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The slot of each choice in round i; behind the last one for choices of other rounds."""
     each = slots_of_each(len(routes.device_N), static.num_devices)
     own_N = routes.place_N - i * each

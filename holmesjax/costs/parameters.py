@@ -293,7 +293,7 @@ def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     return numbers + stage_tokens(model, stage) * own.row_numbers
 
 
-def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Sizes]:
+def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Numbers]:
     """Parameters that a layer of each kind of the stage reads, on each of its devices."""
     own = zip(stage.counts, _layer_extents(model), strict=True)
     return [

@@ -257,13 +257,13 @@ def _seconds_by_stage(
 
     def of(cut: tuple[int, ...]) -> _LayerSeconds:
         if cut not in known:
-            shape = like._replace(**dict(zip(CUTS, cut, strict=True)))
+            sizes: Any = dict(zip(CUTS, cut, strict=True))
+            shape = like._replace(**sizes)
             known[cut] = _layer_seconds(model, number, shape, device, implementation)
         return known[cut]
 
     if not np.ndim(stage.sequences):
-        sizes: Any = tuple(getattr(stage, name) for name in CUTS)
-        return _SecondsByStage(*of(sizes))
+        return _SecondsByStage(*of(tuple(getattr(stage, name) for name in CUTS)))
     cuts = np.stack(np.broadcast_arrays(*(getattr(stage, name) for name in CUTS)))
     found = [of(cut) for cut in map(tuple, cuts.reshape(len(CUTS), -1).T.tolist())]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), (3, *cuts.shape[1:]))

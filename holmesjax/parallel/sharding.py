@@ -45,7 +45,7 @@ def computed_spec(dims: str, sizes: Sizes) -> P:
     >>> tuple(computed_spec("DHK", {"expert": 2})), tuple(computed_spec("EDF", {"expert": 2}))
     ((None, 'tensor', None), ('expert', None, 'tensor'))
     """
-    spec = [Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims]
+    spec: list[Any] = [Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims]
     if begins_with_experts(dims):
         spec[0] = _axes(sizes, Axis.EXPERT)
     return P(*spec)
