@@ -54,7 +54,7 @@ def largest(scores_BLE: jax.Array, k: int, shards: Shards | None = None) -> jax.
     Each device sorts its own tokens: XLA would gather them.
     """
     choose = lambda scores: jax.lax.top_k(scores, k)[1].astype(jnp.int32)
-    return on_shards(choose, shards, ("BLE",), "BLk")(jax.lax.stop_gradient(scores_BLE))
+    return on_shards(choose, shards, ("BLe",), "BLk")(jax.lax.stop_gradient(scores_BLE))
 
 
 def block_rows(num_choices: int, num_experts: int) -> int:
@@ -88,59 +88,46 @@ def capacity_rows(length: int, k: int, num_experts: int, factor: float) -> int:
     return min(length, int(-(-(length * k * factor) // num_experts)))
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     activation: str
     num_experts: int
     capacity: int | None  # slots of an expert for each sequence; None: dropless
     shards: Shards | None
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of which each has some of the experts."""
+        return 1 if self.shards is None else self.shards.count("E")
 
-def experts_feed_forward(
-    activation: str,
-    x_BLD: jax.Array,
-    choice_BLk: jax.Array,
-    weight_BLk: jax.Array,
-    w_in: tuple[jax.Array, ...],
-    w_out: jax.Array,
-    *,
-    capacity: int | None = None,
-    shards: Shards | None = None,
-) -> jax.Array:
-    """The sum over choices of weight * (activation(x @ w_in) @ w_out); [B, L, D].
-
-    Products are in the dtype of x, gradients of weights in that of the weight, summed in float32.
-    The gradient of an expert without a token is zero. Choices of a token are added up in float32,
-    in their order. The backward keeps the arguments of the activation and computes the rest again.
-
-    Args:
-      activation: a name of `kernels.linear.ACTIVATIONS`.
-      x_BLD: the tokens.
-      choice_BLk: the experts of each token, all different, int32.
-      weight_BLk: of each choice, float32.
-      w_in: one weight [E, D, F], or those of (gate, up).
-      w_out: [E, F, D].
-      capacity: slots of an expert for each sequence, which its first tokens get; None: as many as
-        are needed.
-      shards: how a mesh cuts B and F; None: there is no mesh.
-    """
-    static = _Static(activation, w_out.shape[0], capacity, shards)
-    return _experts(static, x_BLD, choice_BLk, weight_BLk, w_in, w_out)
+    @property
+    def axis(self) -> str:
+        """The axis of the mesh that cuts experts."""
+        assert self.shards is not None, "only a mesh cuts experts"
+        return dict(self.shards.axes_of)["E"][0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(
-    static: _Static,
+def local_experts(
+    static: Static,
     x_BLD: jax.Array,
     choice_BLk: jax.Array,
     weight_BLk: jax.Array,
     w_in: tuple[jax.Array, ...],
     w_out: jax.Array,
 ) -> jax.Array:
+    """The sum over choices, where each device has all experts (`experts_feed_forward`).
+
+    A choice with the number behind the last expert is left out.
+
+    Args:
+      static: what is known as the program is traced.
+      x_BLD, choice_BLk, weight_BLk, w_in, w_out: those of `experts_feed_forward`.
+    """
     return _forward(static, x_BLD, choice_BLk, weight_BLk, w_in, w_out)[0]
 
 
 def _forward(
-    static: _Static,
+    static: Static,
     x_BLD: jax.Array,
     choice_BLk: jax.Array,
     weight_BLk: jax.Array,
@@ -155,7 +142,7 @@ def _forward(
 
 
 def _local_forward(
-    static: _Static,
+    static: Static,
     x_BLD: jax.Array,
     choice_BLk: jax.Array,
     weight_BLk: jax.Array,
@@ -163,15 +150,16 @@ def _local_forward(
     w_out: jax.Array,
 ) -> tuple:
     slot_BLk, expert_n, num_slots = _slots(static, choice_BLk)
-    x_SD = _to_slots(x_BLD, slot_BLk, num_slots)
+    x_SD = to_slots(x_BLD, slot_BLk, num_slots)
     inner = materialize(tuple(_products(static, x_SD, w, expert_n) for w in w_in))
     weight_S = _weights_in_slots(weight_BLk, slot_BLk, num_slots)
     hidden_SF = _activate(static, inner) * weight_S[:, None]
     out_SD = _products(static, hidden_SF.astype(x_BLD.dtype), w_out, expert_n)
-    return _from_slots(static, out_SD, slot_BLk), slot_BLk, expert_n, inner
+    y_BLD = from_slots(out_SD, slot_BLk).astype(x_BLD.dtype)
+    return over_width(static, y_BLD), slot_BLk, expert_n, inner
 
 
-def _backward(static: _Static, saved: tuple, dy_BLD: jax.Array) -> tuple:
+def _backward(static: Static, saved: tuple, dy_BLD: jax.Array) -> tuple:
     x_BLD, slot_BLk, weight_BLk, expert_n, inner, w_in, w_out = saved
     dy_BLD, inner = materialize((dy_BLD, inner))
     of_slots = ("BF",) * len(w_in)
@@ -193,7 +181,7 @@ def _backward(static: _Static, saved: tuple, dy_BLD: jax.Array) -> tuple:
 
 
 def _local_backward(
-    static: _Static,
+    static: Static,
     dy_BLD: jax.Array,
     slot_BLk: jax.Array,
     weight_BLk: jax.Array,
@@ -204,26 +192,26 @@ def _local_backward(
 ) -> tuple:
     """Gradients of tokens, weights of choices and the activation's arguments; its results."""
     num_slots, dtype = len(inner[0]), dy_BLD.dtype
-    dy_SD = _to_slots(dy_BLD, slot_BLk, num_slots)
+    dy_SD = to_slots(dy_BLD, slot_BLk, num_slots)
     weight_S = _weights_in_slots(weight_BLk, slot_BLk, num_slots)
     dhidden = _products(static, dy_SD, w_out, expert_n, is_turned=True).astype(jnp.float32)
     hidden, pullback = jax.vjp(functools.partial(_activate, static), inner)
-    dweight_S = _over_width(static, jnp.sum(dhidden * hidden, -1))
+    dweight_S = over_width(static, jnp.sum(dhidden * hidden, -1))
     dweight = jnp.take(dweight_S, slot_BLk, mode="fill", fill_value=0)
     [dinner] = materialize(pullback(dhidden * weight_S[:, None]))
     first, *rest = (
         _products(static, du, w, expert_n, is_turned=True)
         for du, w in zip(dinner, w_in, strict=True)
     )
-    dx = _from_slots(static, sum(rest, first), slot_BLk)
-    return dx, dweight, dinner, (hidden * weight_S[:, None]).astype(dtype)
+    dx = from_slots(sum(rest, first), slot_BLk).astype(dtype)
+    return over_width(static, dx), dweight, dinner, (hidden * weight_S[:, None]).astype(dtype)
 
 
-_experts.defvjp(_forward, _backward)
+local_experts.defvjp(_forward, _backward)
 
 
 def _weight_gradient(
-    static: _Static,
+    static: Static,
     dims: str,
     w: jax.Array,
     arrays: tuple[jax.Array, jax.Array],
@@ -234,7 +222,7 @@ def _weight_gradient(
 
     def run(a: jax.Array, b: jax.Array, slot_BLk: jax.Array, expert_n: jax.Array) -> jax.Array:
         num_slots = next(len(x) for x in (a, b) if x.ndim == 2)
-        a, b = (_to_slots(x, slot_BLk, num_slots) if x.ndim == 3 else x for x in (a, b))
+        a, b = (to_slots(x, slot_BLk, num_slots) if x.ndim == 3 else x for x in (a, b))
         return _group_gradients(static, a, b, expert_n).astype(w.dtype)[None]
 
     # Devices that share the sequences have sums of their own, which XLA adds up as it cuts them.
@@ -244,7 +232,7 @@ def _weight_gradient(
 # ---- slots ---------------------------------------------------------------------------------------
 
 
-def _slots(static: _Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+def _slots(static: Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array, int]:
     """The slot of each choice, the expert of each block, and how many slots there are.
 
     The slot of a choice that is left out lies behind the last one.
@@ -252,24 +240,36 @@ def _slots(static: _Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array
     (B, L, k), E = choice_BLk.shape, static.num_experts
     if static.capacity is not None:
         of_expert = B * static.capacity
-        place_BN = jax.vmap(functools.partial(_place, num_experts=E))(choice_BLk.reshape(B, -1))[0]
-        place_BLk = place_BN.reshape(B, L, k)
+        place_BLk, is_in = in_capacity(static, choice_BLk)
         own = jnp.arange(B)[:, None, None] * static.capacity + place_BLk
         slot_BLk = choice_BLk * of_expert + own
-        is_in = place_BLk < static.capacity
         return jnp.where(is_in, slot_BLk, E * of_expert), jnp.arange(E), E * of_expert
     rows, count = block_rows(B * L * k, E), num_blocks(B * L * k, E)
     choice_N = choice_BLk.reshape(-1)
-    place_N, load_E = _place(choice_N, E)
+    place_N, load_E = place_in_group(choice_N, E)
     end_E = jnp.cumsum(-(-load_E // rows))  # blocks up to the end of each expert's
     start_E = end_E - -(-load_E // rows)
     slot_N = start_E[choice_N] * rows + place_N
+    slot_N = jnp.where(choice_N < E, slot_N, count * rows)
     expert_n = jnp.sum(jnp.arange(count)[:, None] >= end_E[None], -1)
     return slot_N.reshape(B, L, k), jnp.minimum(expert_n, E - 1), count * rows
 
 
-def _place(choice_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many choices of the same expert come before each, and how many each expert has."""
+def in_capacity(static: Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many choices of its expert and sequence come before each; whether capacity has it."""
+    assert static.capacity is not None, "without a capacity no choice is left out"
+    place = functools.partial(place_in_group, num_experts=static.num_experts)
+    place_BN, _ = jax.vmap(place)(choice_BLk.reshape(len(choice_BLk), -1))
+    place_BLk = place_BN.reshape(choice_BLk.shape)
+    is_in = place_BLk < static.capacity
+    return place_BLk, is_in
+
+
+def place_in_group(choice_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many choices of the same expert come before each, and how many each expert has.
+
+    The place of a choice with the number behind the last expert means nothing.
+    """
     order_N = jnp.argsort(choice_N, stable=True)
     load_E = jnp.sum(choice_N[:, None] == jnp.arange(num_experts)[None], 0, dtype=jnp.int32)
     start_E = jnp.cumsum(load_E) - load_E
@@ -277,7 +277,7 @@ def _place(choice_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]
     return jnp.zeros_like(place_N).at[order_N].set(place_N), load_E
 
 
-def _to_slots(x_BLD: jax.Array, slot_BLk: jax.Array, num_slots: int) -> jax.Array:
+def to_slots(x_BLD: jax.Array, slot_BLk: jax.Array, num_slots: int) -> jax.Array:
     """The tokens in the slots of their choices; zeros in empty slots."""
     x_TD, k = x_BLD.reshape(-1, x_BLD.shape[-1]), slot_BLk.shape[-1]
     token_N = jnp.arange(slot_BLk.size) // k
@@ -290,14 +290,14 @@ def _weights_in_slots(weight_BLk: jax.Array, slot_BLk: jax.Array, num_slots: int
     return weight_S.at[slot_BLk.reshape(-1)].set(weight_BLk.reshape(-1), mode="drop")
 
 
-def _from_slots(static: _Static, x_SD: jax.Array, slot_BLk: jax.Array) -> jax.Array:
-    """The sum over a token's choices, [B, L, D], of devices that share the width of experts too."""
+def from_slots(x_SD: jax.Array, slot_BLk: jax.Array) -> jax.Array:
+    """The sum over a token's choices that have a slot, float32 [B, L, D]."""
     take = functools.partial(jnp.take, x_SD, axis=0, mode="fill", fill_value=0)
     parts = [take(slot_BLk[..., j]).astype(jnp.float32) for j in range(slot_BLk.shape[-1])]
-    return _over_width(static, sum(parts[1:], parts[0]).astype(x_SD.dtype))
+    return sum(parts[1:], parts[0])
 
 
-def _over_width(static: _Static, x: jax.Array) -> jax.Array:
+def over_width(static: Static, x: jax.Array) -> jax.Array:
     """The sum over devices that share the width of experts."""
     if static.shards is None or static.shards.count("F") == 1:
         return x
@@ -308,13 +308,13 @@ def _over_width(static: _Static, x: jax.Array) -> jax.Array:
 # ---- products of groups --------------------------------------------------------------------------
 
 
-def _activate(static: _Static, inner: tuple[jax.Array, ...]) -> jax.Array:
+def _activate(static: Static, inner: tuple[jax.Array, ...]) -> jax.Array:
     """In float32."""
     return ACTIVATIONS[static.activation](*(u.astype(jnp.float32) for u in inner))
 
 
 def _products(
-    static: _Static, x_SD: jax.Array, w: jax.Array, expert_n: jax.Array, *, is_turned: bool = False
+    static: Static, x_SD: jax.Array, w: jax.Array, expert_n: jax.Array, *, is_turned: bool = False
 ) -> jax.Array:
     """The product of each slot with the weight of its expert, or with its transpose; [S, ...]."""
     x_nrD = x_SD.reshape(len(expert_n), -1, x_SD.shape[-1])
@@ -331,7 +331,7 @@ def _products(
 
 
 def _group_gradients(
-    static: _Static, x_SD: jax.Array, dy_SF: jax.Array, expert_n: jax.Array
+    static: Static, x_SD: jax.Array, dy_SF: jax.Array, expert_n: jax.Array
 ) -> jax.Array:
     """The sum of x^T dy over the slots of each expert, float32 [E, D, F]."""
     x_nrD, dy_nrF = (a.reshape(len(expert_n), -1, a.shape[-1]) for a in (x_SD, dy_SF))

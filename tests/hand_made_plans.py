@@ -39,6 +39,7 @@ def hand_made_plan(
     *,
     fsdp=1,
     context=1,
+    expert=1,
     schedule="1f1b",
     microbatches=1,
     checkpointing="none",
@@ -47,7 +48,7 @@ def hand_made_plan(
     in_flight=(),
     sequence_parallel=False,
 ) -> Plan:
-    """Stages on consecutive devices; `data` to `context` are one number, or one for each stage."""
+    """Stages on consecutive devices; `data` to `expert` are one number, or one for each stage."""
     blocks = iter(block_name(i) for i in range(sum(split)))
     shares = [split_chunks(count, chunks) for count in split]
     names = [[[] for _ in range(chunks)] for _ in split]
@@ -56,10 +57,11 @@ def hand_made_plan(
     names[0][0].insert(0, EMBED)
     names[-1][-1].append(HEAD)
     of_each = lambda size: [size] * len(split) if isinstance(size, int) else size
-    sizes = zip(*map(of_each, (data, fsdp, tensor, context)), strict=True)
+    sizes = zip(*map(of_each, (data, fsdp, tensor, context, expert)), strict=True)
     stages, start = [], 0
     for i, (of_chunks, size) in enumerate(zip(names, sizes, strict=True)):
-        mesh = MeshShape(*size).sizes
+        *cuts, of_experts = size
+        mesh = MeshShape(*cuts, expert=of_experts).sizes
         stop = start + math.prod(mesh.values())
         stages.append(
             StagePlan(

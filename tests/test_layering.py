@@ -73,6 +73,7 @@ PLACES = [
 WITHOUT_JAX = [
     "kernels.adamw_choice",
     "kernels.attention.choice",
+    "kernels.expert_slots",
     *PLACES[PLACES.index("holmesjax.errors") : PLACES.index("holmesjax.parallel")],
     "holmesjax.optimizers.groups",
     "holmesjax.optimizers.learning_rates",
@@ -186,14 +187,14 @@ def test_no_module_imports_itself_through_others(imports):
 
 
 def test_only_ops_imports_kernels(imports):
-    """But for the choices between them, which have no arrays: a plan is priced and told by them."""
+    """But for choices and counts, which have no arrays: a plan is priced and told by them."""
     wrong = [
         module
         for module, names in imports.items()
         if place_of(module) != "kernels"
         and any(
             name.split(".")[0] == "kernels"
-            and not name.startswith(("kernels.attention.choice", "kernels.adamw_choice"))
+            and not name.startswith(tuple(own for own in WITHOUT_JAX if own.startswith("kernels.")))
             for name in names
         )
     ]

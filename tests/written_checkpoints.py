@@ -17,6 +17,8 @@ PLANS = {
     "one": hand_made_plan((4,), 2, 1, fsdp=2, context=2),
     "four": hand_made_plan((1, 1, 1, 1), 1, 2),
     "three": hand_made_plan((1, 2, 1), (2, 1, 1), 1, fsdp=(1, 4, 2)),
+    "experts in four": hand_made_plan((4,), 1, 2, expert=4),
+    "experts in two": hand_made_plan((1, 3), (2, 1), 1, fsdp=(1, 2), expert=2),
 }
 
 

@@ -143,6 +143,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
             for name in CUT_BY_TENSOR
         ),
         parallel_checks.sequences_with_capacity_are_whole,
+        parallel_checks.experts_cut_evenly,
         _of_transformers(parallel_checks.width_cuts_evenly),
         parallel_checks.context_cuts_evenly,
         parallel_checks.own_sequences_are_whole,

@@ -157,8 +157,20 @@ def sequences_with_capacity_are_whole(
         yield wrong("model.experts.capacity_factor", problem, factor, fix)
 
 
+def experts_cut_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    expert, where = parallel.expert or 1, "parallel.expert"
+    if expert == 1:
+        return
+    if model.experts is None:
+        fix = "use 1, or fsdp"
+        yield wrong(where, "must be 1 for a model without experts", expert, fix)
+    elif model.experts.count % expert:
+        problem = f"must divide model.experts.count = {model.experts.count}"
+        yield wrong(where, problem, expert, f"use {math.gcd(model.experts.count, expert)}")
+
+
 def width_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    sizes = {"fsdp": parallel.fsdp or 1, "context": parallel.context or 1}
+    sizes = {name: getattr(parallel, name) or 1 for name in ("fsdp", "context", "expert")}
     cuts = {name: size for name, size in sizes.items() if size > 1}
     parts, product = _product(cuts)
     if model.width % parts:
@@ -183,10 +195,12 @@ def own_sequences_are_whole(model: ModelConfig, parallel: ParallelConfig) -> Ite
 
 
 def microbatches_are_equal(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    sizes = {"data": parallel.data, "fsdp": parallel.fsdp, "microbatches": parallel.microbatches}
+    names = "data", "fsdp", "expert", "microbatches"
+    sizes = {name: getattr(parallel, name) for name in names}
     cuts = {name: size for name, size in sizes.items() if size is not None}
-    if parallel.fsdp == 1:
-        del cuts["fsdp"]
+    for name in ("fsdp", "expert"):
+        if cuts.get(name) == 1:
+            del cuts[name]
     if not cuts:
         return
     parts, arithmetic = _product(cuts)

@@ -112,6 +112,9 @@ class ParallelConfig:
     fsdp: Count | None = None  # parts of each replica's parameters, gathered by layer (ZeRO-3)
     # Devices that share each sequence by ring attention; they also cut parameters, as fsdp does.
     context: Count | None = None
+    # Devices that share the experts of a layer, and exchange tokens; they also cut sequences and
+    # other parameters, as fsdp does.
+    expert: Count | None = None
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # microbatches of a step
     schedule: Schedule | None = None  # order of forwards and backwards on each stage

@@ -138,6 +138,11 @@ class Group:
         return max(map(hop_s, self.links))
 
     @property
+    def num_sharing(self) -> int:
+        """Devices of a node that send to other nodes at once; 1 on one node."""
+        return -(-self.size // self.nodes) if self.nodes > 1 else 1
+
+    @property
     def climb_s(self) -> float:
         """From the leaves of a tree to its root, without bytes.
 
@@ -154,10 +159,10 @@ class Group:
         of_kinds = [self.reached(kind) for kind in KINDS]
         starts_s = (float(reached.start_s) for reached in of_kinds)
         rates = (float(reached.bandwidth_bytes_per_s) for reached in of_kinds)
-        return (self.size, self.step_s, self.climb_s, *starts_s, *rates)
+        return (self.size, self.step_s, self.climb_s, self.num_sharing, *starts_s, *rates)
 
 
-ALONE = (1, 0.0, 0.0, *(0.0 for _ in KINDS), *(1.0 for _ in KINDS))  # the row of a single device
+ALONE = (1, 0.0, 0.0, 1, *(0.0 for _ in KINDS), *(1.0 for _ in KINDS))  # the row of a single device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -167,6 +172,7 @@ class Groups:
     size: np.ndarray
     step_s: np.ndarray
     climb_s: np.ndarray
+    num_sharing: np.ndarray
     by_kind: dict[CollectiveKind, Reached]  # arrays in it
 
     @classmethod
@@ -177,14 +183,16 @@ class Groups:
     @classmethod
     def of_rows(cls, rows: np.ndarray) -> "Groups":
         """Those with the numbers of `Group.row`, [groups, numbers]."""
-        size, step_s, climb_s, *reach = rows.T
+        size, step_s, climb_s, num_sharing, *reach = rows.T
         by_kind = {
             kind: Reached(start_s=start_s, bandwidth_bytes_per_s=rate)
             for kind, start_s, rate in zip(
                 KINDS, reach[: len(KINDS)], reach[len(KINDS) :], strict=True
             )
         }
-        return cls(size=size, step_s=step_s, climb_s=climb_s, by_kind=by_kind)
+        return cls(
+            size=size, step_s=step_s, climb_s=climb_s, num_sharing=num_sharing, by_kind=by_kind
+        )
 
     def reached(self, kind: CollectiveKind) -> Reached:
         return self.by_kind[kind]
@@ -235,6 +243,25 @@ def permute_s(num_bytes: Numbers, group: Group | Groups | None) -> Numbers:
         return 0.0
     own = group.reached("all_gather")
     return (group.size > 1) * (own.start_s + group.step_s + num_bytes / own.bandwidth_bytes_per_s)
+
+
+def all_to_all_s(num_bytes: Numbers, group: Group | Groups | None) -> Numbers:
+    """Seconds in which each device sends an equal part of an array to each; 0.0 for one device.
+
+    Its own part stays. On one node all links work at once. Between nodes, the q devices of a group
+    on a node share the path on which a ring has one of them send:
+
+        t = start + step + num_bytes * q * (n - q) / (n * bandwidth)
+
+    >>> link = Link(fabric="nvlink", bandwidth_bytes_per_s=25e9, latency_s=0.0)
+    >>> round(all_to_all_s(1e9, Group(size=8, nodes=1, inside=link, between=None)), 3)
+    0.035
+    """
+    if group is None or (isinstance(group, Group) and group.size == 1):
+        return 0.0
+    n, q, own = group.size, group.num_sharing, group.reached("all_gather")
+    sent_s = num_bytes * q * (n - q) / n / own.bandwidth_bytes_per_s
+    return (n > 1) * (own.start_s + group.step_s + sent_s)
 
 
 def _scatter_s(num_bytes: Numbers, group: Group | Groups | None, kind: CollectiveKind) -> Numbers:

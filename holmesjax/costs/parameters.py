@@ -20,7 +20,8 @@ from holmesjax.topology.machines import Numbers, Sizes
 class Extent(NamedTuple):
     """Numbers of some parameters, by the mesh axes that cut them.
 
-    `parts` are those of `fsdp` and `context`, which cut the same dim.
+    `parts` are those of `fsdp`, `context` and `expert`, which cut the same dim; in the weights of
+    experts, `expert` cuts another one.
     """
 
     whole: int = 0
@@ -78,6 +79,8 @@ class _LayerExtents(NamedTuple):
     trained_rows: Extent  # of what is looked up
     borrowed: Extent  # of other layers
     coded: Extent  # that replicas hold as codes, for products in fp8
+    of_experts: Extent  # which `expert` cuts while layers compute, too
+    trained_experts: Extent
 
 
 @cached(256)
@@ -94,6 +97,8 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
             trained_rows=Extent.of(table for table in _looked_up(kind) if table.trains),
             borrowed=Extent.of(parameter for _, parameter in _borrowed(model, kind)),
             coded=Extent.of(_coded(kind)),
+            of_experts=Extent.of(_of_experts(kind)),
+            trained_experts=Extent.of(own for own in _of_experts(kind) if own.trains),
         )
         for kind in kinds(model).in_order
     )
@@ -101,6 +106,10 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
 
 def _looked_up(kind: Kind) -> list[Parameter]:
     return [parameter for parameter in kind.parameters if parameter.use == "looked_up"]
+
+
+def _of_experts(kind: Kind) -> list[Parameter]:
+    return [parameter for parameter in kind.parameters if parameter.is_of_experts]
 
 
 def _coded(kind: Kind) -> list[Parameter]:
@@ -128,6 +137,8 @@ class StageExtents(NamedTuple):
     rows_alone: Extent  # trained tables of which only rows are read
     row_numbers: int  # of a token's rows of trained tables
     coded: Extent  # that replicas hold as codes
+    of_experts: Extent
+    trained_experts: Extent
 
 
 @cached(100_000)
@@ -153,6 +164,8 @@ def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
         rows_alone=total("trained_rows").without(Extent.of(p for p in read_whole if p.trains)),
         row_numbers=sum(n * row_numbers(kind, trains=True) for n, kind, _ in own),
         coded=total("coded"),
+        of_experts=total("of_experts"),
+        trained_experts=total("trained_experts"),
     )
 
 
@@ -280,11 +293,13 @@ def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     return numbers + stage_tokens(model, stage) * own.row_numbers
 
 
-def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Sizes]:
-    """Parameters that a layer of each kind of the stage reads, on each device of `tensor`."""
+def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Numbers]:
+    """Parameters that a layer of each kind of the stage reads, on each of its devices."""
     own = zip(stage.counts, _layer_extents(model), strict=True)
     return [
-        extents.all.in_parts(stage.tensor) + extents.borrowed.in_parts(stage.tensor)
+        extents.all.in_parts(stage.tensor)
+        + extents.borrowed.in_parts(stage.tensor)
+        - extents.of_experts.in_parts(stage.tensor) * (1 - 1 / stage.expert)
         for count, extents in own
         if count
     ]

@@ -9,11 +9,13 @@ from dataclasses import replace
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs.optimizer_state import Matrix
 from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
-from holmesjax.layer_specs.kind import Kind
+from holmesjax.layer_specs.kind import Kind, WeightProduct
 from holmesjax.topology.calibration import Product, flop
 
 
-def layer_products(kind: Kind, num_tokens: float, tensor: int = 1) -> list[Product]:
+def layer_products(
+    kind: Kind, num_tokens: float, tensor: int = 1, expert: int = 1, peak: float = 1.0
+) -> list[Product]:
     """The products of one layer's activations with its weights in a forward, on each device.
 
     The dim that `tensor` cuts is shorter on each of its devices. A Transformer layer has, for T
@@ -23,25 +25,50 @@ def layer_products(kind: Kind, num_tokens: float, tensor: int = 1) -> list[Produ
         [T, D] [D, (m F)]              [T, (F)] [(F), D],     m = 2 for SwiGLU, else 1
 
     If a token meets k of E weights, each weight has k / E of the tokens. The FLOP are those of the
-    active share, and all weights are read.
+    active share, and all weights are read. A device of `expert` has fewer experts, each with tokens
+    of all these devices.
+
+    Args:
+      kind: of the layer.
+      num_tokens: on each device.
+      tensor, expert: sizes of these mesh axes.
+      peak: the tokens of the device whose experts have most, over the mean.
     """
-    return [
-        Product(
-            num_tokens * product.rows * kind.met_share(product),
+    of_experts = {parameter.name for parameter in kind.parameters if parameter.is_of_experts}
+
+    def of(product: WeightProduct) -> Product:
+        is_shared = product.weight in of_experts
+        return Product(
+            num_tokens
+            * product.rows
+            * kind.met_share(product)
+            * (expert * peak if is_shared else 1),
             product.columns / tensor if product.cut == "columns" else product.columns,
             product.depth / tensor if product.cut == "depth" else product.depth,
-            product.times,
+            product.times / expert if is_shared else product.times,
             product.dtype,
         )
-        for product in kind.products
-    ]
+
+    return [of(product) for product in kind.products]
 
 
 def trained_products(
-    kind: Kind, num_tokens: float, tensor: int = 1, *, trains: bool = True
+    kind: Kind,
+    num_tokens: float,
+    tensor: int = 1,
+    expert: int = 1,
+    peak: float = 1.0,
+    *,
+    trains: bool = True,
 ) -> list[Product]:
-    """Returns the `layer_products` whose weights train, or whose weights do not."""
-    pairs = zip(layer_products(kind, num_tokens, tensor), kind.products, strict=True)
+    """Returns the `layer_products` whose weights train, or whose weights do not.
+
+    Args:
+      kind, num_tokens, tensor, expert, peak: those of `layer_products`.
+      trains: which of the two.
+    """
+    products = layer_products(kind, num_tokens, tensor, expert, peak)
+    pairs = zip(products, kind.products, strict=True)
     return [product for product, weight in pairs if weight.trains == trains]
 
 

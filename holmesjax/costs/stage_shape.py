@@ -25,7 +25,7 @@ LOGIT_BYTES = 2**29
 class StageShape:
     """The shape of a stage, which decides its costs with the model and the machines.
 
-    `data`, `tensor`, `fsdp`, `context` and `sequences` may be arrays of one shape.
+    `data`, `tensor`, `fsdp`, `context`, `expert` and `sequences` may be arrays of one shape.
     """
 
     blocks: tuple[int, ...]  # Transformer layers of each kind, in the order of `Kinds.blocks`
@@ -35,6 +35,7 @@ class StageShape:
     tensor: Sizes  # devices that share each matrix product
     fsdp: Sizes = 1  # parts of each replica's parameters, and of its sequences
     context: Sizes = 1  # parts of each sequence; each part of the parameters has as many
+    expert: Sizes = 1  # devices that share experts; they also cut other parameters and sequences
     sequences: Sizes  # in a microbatch, of which a device has some part each
     chunks: int  # runs of consecutive layers that it holds
     in_flight: float  # microbatches that wait: `pipeline_schedules.max_in_flight`
@@ -59,7 +60,7 @@ class StageShape:
     @property
     def parameter_parts(self) -> Sizes:
         """Parts of a replica's parameters, besides those of `tensor`."""
-        return self.fsdp * self.context
+        return self.fsdp * self.context * self.expert
 
     @property
     def is_alone(self) -> bool:

@@ -15,9 +15,15 @@ from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import collective_times, work
 from holmesjax.costs.attention import AskedAttention, attention_s, choice_of
 from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.expert_exchange import exchange_s, has_experts, peak_load
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import hidden_matrices, updated_bytes
-from holmesjax.costs.parameters import gathered_bytes, held_parameters, reduced_numbers
+from holmesjax.costs.parameters import (
+    gathered_bytes,
+    held_parameters,
+    reduced_numbers,
+    stage_extents,
+)
 from holmesjax.costs.products import (
     attention_products,
     layer_products,
@@ -45,6 +51,9 @@ FORWARD_SHARE = 1 / 3
 # Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
 OVERLAP_SLOWDOWN = 1.1256
 
+# The fields of a `StageShape` that a search changes, and that decide the costs of a layer.
+CUTS = ("sequences", "tensor", "context", "expert", "sequence_parallel")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
@@ -55,8 +64,11 @@ class StageTimes:
     weight_s: Numbers  # of the backward: the gradients of the weights, a W where it is split
     forward_tensor_s: Numbers  # of a microbatch: all-reduces over `tensor`
     backward_tensor_s: Numbers
-    forward_fsdp_s: Numbers  # of a microbatch: parameters and gradients over `fsdp` and `context`
+    # Of a microbatch: parameters and gradients over `fsdp`, `context` and `expert`.
+    forward_fsdp_s: Numbers
     backward_fsdp_s: Numbers
+    forward_exchange_s: Numbers  # of a microbatch: tokens to experts and back over `expert`
+    backward_exchange_s: Numbers
     forward_context_s: Numbers  # of a microbatch: keys and values, and their gradients
     backward_context_s: Numbers
     reduce_s: Numbers  # of a step: summing gradients over `data`
@@ -68,12 +80,12 @@ class StageTimes:
     @property
     def whole_forward_s(self) -> Numbers:
         sent_s = self.forward_tensor_s + self.forward_fsdp_s + self.forward_context_s
-        return self.forward_s + sent_s
+        return self.forward_s + sent_s + self.forward_exchange_s
 
     @property
     def whole_backward_s(self) -> Numbers:
         sent_s = self.backward_tensor_s + self.backward_fsdp_s + self.backward_context_s
-        return self.backward_s + sent_s
+        return self.backward_s + sent_s + self.backward_exchange_s
 
     @property
     def microbatch_s(self) -> Numbers:
@@ -107,6 +119,7 @@ class _LayerShape(NamedTuple):
     sequences: int
     tensor: int
     context: int
+    expert: int
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
@@ -144,7 +157,10 @@ def _layer_seconds(
 ) -> _LayerSeconds:
     kind, length = kinds(model).blocks[number], model.context_length
     num_tokens = stage.sequences * length // stage.context
-    products = layer_products(kind, num_tokens, stage.tensor)
+    experts = model.experts if has_experts(kind) else None
+    peak = float(peak_load(experts, stage.expert)) if experts else 1.0
+    cuts_of = stage.tensor, stage.expert, peak
+    products = layer_products(kind, num_tokens, *cuts_of)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
     attention = attention_products(kind, length, num_tokens, stage.tensor, stage.context)
     cuts = work.stream_cuts(kind, length, stage, implementation)
@@ -158,7 +174,7 @@ def _layer_seconds(
     scores_s = float(device.memory_s(implementation.score_bytes * pairs))
     inputs = [product.gradients[0] for product in products]
     inputs += [gradient for product in mixed for gradient in product.gradients]
-    trained = trained_products(kind, num_tokens, stage.tensor)
+    trained = trained_products(kind, num_tokens, *cuts_of)
     weight_s = device.products_s([product.gradients[1] for product in trained], stage.dtype)
     always_s = device.calibration.layer_s
     forward_s = products_s + numbers_s + pass_s.forward + scores_s + FORWARD_SHARE * always_s
@@ -240,26 +256,21 @@ def _seconds_by_stage(
     implementation: Implementation,
 ) -> _SecondsByStage:
     """Seconds of a layer of one kind with a checkpointing, in the shape of the stage's numbers."""
-    like = _LayerShape.of(
-        stage, sequences=0, tensor=0, context=0, sequence_parallel=0, checkpointing=policy
-    )
+    uncut = dict.fromkeys(CUTS, 0)
+    like = _LayerShape.of(stage, **uncut, checkpointing=policy)
     known = _known_layers(model, number, like, device, implementation)
 
-    def of(cut: tuple[int, int, int, int]) -> _LayerSeconds:
+    def of(cut: tuple[int, ...]) -> _LayerSeconds:
         if cut not in known:
-            sequences, tensor, context, is_cut = cut
-            shape = like._replace(
-                sequences=sequences, tensor=tensor, context=context, sequence_parallel=is_cut
-            )
+            sizes: Any = dict(zip(CUTS, cut, strict=True))
+            shape = like._replace(**sizes)
             known[cut] = _layer_seconds(model, number, shape, device, implementation)
         return known[cut]
 
     if not np.ndim(stage.sequences):
-        sizes: Any = stage.sequences, stage.tensor, stage.context, stage.sequence_parallel
-        return _SecondsByStage(*of(sizes))
-    given = stage.sequences, stage.tensor, stage.context, stage.sequence_parallel
-    cuts = np.stack(np.broadcast_arrays(*given))
-    found = [of(cut) for cut in map(tuple, cuts.reshape(4, -1).T.tolist())]
+        return _SecondsByStage(*of(tuple(getattr(stage, name) for name in CUTS)))
+    cuts = np.stack(np.broadcast_arrays(*(getattr(stage, name) for name in CUTS)))
+    found = [of(cut) for cut in map(tuple, cuts.reshape(len(CUTS), -1).T.tolist())]
     forward_s, backward_s, weight_s = np.reshape(np.transpose(found), (3, *cuts.shape[1:]))
     return _SecondsByStage(forward_s, backward_s, weight_s)
 
@@ -271,8 +282,8 @@ def _known_layers(
     like: _LayerShape,
     device: DeviceKind,
     implementation: Implementation,
-) -> dict[tuple[int, int, int, int], _LayerSeconds]:
-    """The known seconds of a layer by sequences, `tensor`, `context` and whether these are cut.
+) -> dict[tuple[int, ...], _LayerSeconds]:
+    """The known seconds of a layer by its `CUTS`.
 
     A search asks for the same layers over and over, and hashing a model takes longer than that.
     """
@@ -372,25 +383,35 @@ def _dealt_s(
 def _fsdp_s(
     model: ModelConfig,
     stage: StageShape,
-    fsdp: Group | Groups | None,
-    context: Group | Groups | None,
+    groups: tuple[Group | Groups | None, ...],
     implementation: Implementation,
 ) -> tuple[Numbers, Numbers]:
     """Seconds of a microbatch for parameters and gradients over `fsdp`: forward, backward.
 
-    Each layer has one collective of the mean size.
+    Each layer has one collective of the mean size over each axis. Experts stay cut over `expert`.
+
+    Args:
+      model, stage: what is computed.
+      groups: of `fsdp`, `context` and `expert`.
+      implementation: how the layers are computed.
     """
-    num_layers = stage.num_layers
-    gather_s = lambda num_bytes: (
-        num_layers
-        * (
-            collective_times.all_gather_s(num_bytes / num_layers / stage.context, fsdp)
-            + collective_times.all_gather_s(num_bytes / num_layers, context)
+    num_layers, (fsdp, context, expert) = stage.num_layers, groups
+    own = stage_extents(model, stage.counts)
+
+    def gather_s(num_bytes: Numbers, of_experts: Numbers) -> Numbers:
+        each, dense = num_bytes / num_layers, (num_bytes - of_experts) / num_layers
+        gather = collective_times.all_gather_s
+        return num_layers * (
+            gather(each / stage.context / stage.expert, fsdp)
+            + gather(each / stage.expert, context)
+            + gather(dense, expert)
         )
-    )
-    forward_s, backward_s = map(gather_s, gathered_bytes(model, stage))
-    reduced = implementation.gradient_bytes * reduced_numbers(model, stage)
-    return forward_s, backward_s + gather_s(reduced)
+
+    of_experts = DTYPE_BYTES[stage.dtype] * own.of_experts.in_parts(stage.tensor)
+    forward_s, backward_s = (gather_s(size, of_experts) for size in gathered_bytes(model, stage))
+    width, trained = implementation.gradient_bytes, own.trained_experts.in_parts(stage.tensor)
+    reduced = width * reduced_numbers(model, stage)
+    return forward_s, backward_s + gather_s(reduced, width * trained)
 
 
 def _context_s(
@@ -428,6 +449,7 @@ def stage_times(
     fsdp: Group | Groups | None = None,
     context: Group | Groups | None = None,
     implementation: Implementation = HOLMESJAX,
+    expert: Group | Groups | None = None,
 ) -> StageTimes:
     """Predicted seconds of one stage; its slowest kind of device sets the pace.
 
@@ -439,7 +461,7 @@ def stage_times(
     Over `fsdp` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277), each
     microbatch gathers the parameters of every layer in the forward and again in the backward, which
     also reduce-scatters their gradients: three times c P bytes, in the compute dtype. They are cut
-    over `context`, too: they go through one axis, then through the other.
+    over `context` and `expert`, too: they go through one axis, then through the next.
 
     Over `context`, each layer's keys and values go round a ring (Liu et al., arXiv:2310.01889), and
     in the backward again, with their gradients in float32.
@@ -453,6 +475,7 @@ def stage_times(
       devices: the kinds of device of the stage.
       data, tensor, fsdp, context: the slowest group of each axis; None for size 1.
       implementation: how the layers are computed.
+      expert: as `data`.
     """
     of_kinds = [_compute_s(model, stage, device, implementation) for device in devices]
     forward_s, backward_s, weight_s, update_s = (
@@ -465,7 +488,8 @@ def stage_times(
     if implementation.tensor_overlaps:
         forward_tensor_s = exposed_s(forward_tensor_s, forward_s, stage.tensor)
         backward_tensor_s = exposed_s(backward_tensor_s, backward_s, stage.tensor)
-    forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, fsdp, context, implementation)
+    forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, (fsdp, context, expert), implementation)
+    forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
     reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)
@@ -481,11 +505,13 @@ def stage_times(
         backward_tensor_s=backward_tensor_s,
         forward_fsdp_s=forward_fsdp_s,
         backward_fsdp_s=backward_fsdp_s,
+        forward_exchange_s=forward_exchange_s,
+        backward_exchange_s=backward_exchange_s,
         forward_context_s=forward_context_s,
         backward_context_s=backward_context_s,
         reduce_s=reduce_s,
         gather_s=gather_s,
         exposed_reduce_s=exposed_reduce_s,
         exposed_gather_s=exposed_gather_s,
-        update_s=update_s + _dealt_s(model, stage, (data, tensor, fsdp, context)),
+        update_s=update_s + _dealt_s(model, stage, (data, tensor, fsdp, context, expert)),
     )

@@ -14,7 +14,20 @@ from typing import Literal
 TENSOR_DIMS = "HGFV"
 
 # The dim that `fsdp` and `context` cut: the model width. A parameter without it is whole there.
+# `expert` cuts it too, but in the weights of experts.
 PARTS_DIM = "D"
+
+# The dim that `expert` cuts where a parameter begins with it and has others: those of experts.
+EXPERTS_DIM = "E"
+
+
+def begins_with_experts(dims: str) -> bool:
+    """Whether a parameter with these dims is a weight of each expert.
+
+    >>> [begins_with_experts(dims) for dims in ("EDF", "DE", "E")]
+    [True, False, False]
+    """
+    return dims.startswith(EXPERTS_DIM) and len(dims) > 1
 
 
 def dims(name: str) -> str:
@@ -94,6 +107,11 @@ class Parameter:
     @property
     def path(self) -> tuple[str, ...]:
         return tuple(self.name.split("/"))
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is a weight of each expert."""
+        return begins_with_experts(self.dims)
 
     @property
     def is_cut(self) -> bool:

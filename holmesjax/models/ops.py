@@ -22,7 +22,13 @@ from holmesjax.config import KernelsConfig
 from holmesjax.costs import work
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import ConfigError
-from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Attention, Parameter
+from holmesjax.layer_specs.kind import (
+    EXPERTS_DIM,
+    PARTS_DIM,
+    TENSOR_DIMS,
+    Attention,
+    Parameter,
+)
 from holmesjax.plan.plan import Axis
 from kernels.adamw import Hyperparameters, Leaf, Turn, adamw_step, factors
 from kernels.adamw_choice import (
@@ -45,7 +51,8 @@ from kernels.attention.shards import Shards
 from kernels.attention.tiles import Rule
 from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
-from kernels.experts import capacity_rows, experts_feed_forward, largest, router_logits
+from kernels.expert_exchange import experts_feed_forward
+from kernels.experts import capacity_rows, largest, router_logits
 from kernels.fp8 import (
     Coded,
     coded,
@@ -166,8 +173,10 @@ class Kernels:
         if self.mesh is None or self.mesh.size == 1:
             return None
         parts = (
-            ("B", self._axes(Axis.CONTEXT, Axis.FSDP)),
-            ("D", self._axes(Axis.FSDP, Axis.CONTEXT)),
+            ("B", self._axes(Axis.CONTEXT, Axis.FSDP, Axis.EXPERT)),
+            ("N", self._axes(Axis.CONTEXT, Axis.FSDP)),
+            ("D", self._axes(Axis.FSDP, Axis.CONTEXT, Axis.EXPERT)),
+            (EXPERTS_DIM, self._axes(Axis.EXPERT)),
         )
         heads = self._axes(Axis.TENSOR)
         axes_of = (*parts, *((dim, heads) for dim in TENSOR_DIMS))
@@ -178,7 +187,13 @@ class Kernels:
         """How `tensor` cuts sequences between products; None: it does not."""
         if self.mesh is None or not self.sequence_parallel:
             return None
-        return SequenceCut(self.mesh, self._axes(Axis.CONTEXT, Axis.FSDP), Axis.TENSOR.value)
+        sequences = self._axes(Axis.CONTEXT, Axis.FSDP, Axis.EXPERT)
+        return SequenceCut(self.mesh, sequences, Axis.TENSOR.value)
+
+    @property
+    def num_parts(self) -> int:
+        """Devices that share the sequences of a replica."""
+        return self.size(Axis.FSDP) * self.size(Axis.CONTEXT) * self.size(Axis.EXPERT)
 
     @property
     def context(self) -> int:
@@ -190,7 +205,7 @@ class Kernels:
         if self.config.cross_entropy == "reference":
             return 1
         B, L, D = x_BLD.shape
-        num_tokens = B * L // (self.size(Axis.FSDP) * self.context)
+        num_tokens = B * L // self.num_parts
         cut = vocab_size // self.size(Axis.TENSOR)
         num_chunks = work.logit_chunks(num_tokens, cut, D, self.logit_bytes)
         least = 2 if self.config.cross_entropy == "chunked" else 1
@@ -461,7 +476,7 @@ def _turn(parameter: Parameter, kernels: Kernels) -> Turn | None:
     they cut in front. Replicas sum gradients in a bucket, in which all lie as parameters.
     """
     rows = parameter.matrix
-    if not rows or kernels.size(Axis.DATA) > 1 or kernels.size(Axis.FSDP) * kernels.context == 1:
+    if not rows or kernels.size(Axis.DATA) > 1 or kernels.num_parts == 1:
         return None
     return Turn(rows) if PARTS_DIM in parameter.dims[rows:] else None
 

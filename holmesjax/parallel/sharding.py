@@ -3,18 +3,20 @@
 A parameter states its dims, a letter each, and its sharding follows from them. Three layouts of the
 same parameter tree exist during a step:
 
-    master      float32, cut over `tensor`, `fsdp`, `context` and, where a dim divides, over `data`
-                (ZeRO-1); the optimizer's moments and the reduced gradients lie the same way
+    master      float32, cut over `tensor`, `fsdp`, `context`, `expert` and, where a dim divides,
+                over `data` (ZeRO-1); the optimizer's moments and the reduced gradients lie the same
+                way
     replicas    compute dtype, or codes of fp8, one copy for each data replica, stacked along a
-                leading dim R that is cut over `data`; inside a replica, cut over `tensor`, `fsdp`
-                and `context`. The forward and the backward gather a layer over the last two when
-                they come to it (ZeRO-3)
+                leading dim R that is cut over `data`; inside a replica, cut over `tensor`, `fsdp`,
+                `context` and `expert`. The forward and the backward gather a layer over the last
+                three when they come to it (ZeRO-3), but leave experts cut over `expert`
     gradients   float32, like replicas: each replica's own sum, not yet reduced over `data`
 
-Sequences are shared out over `data` and `fsdp`, and each is cut over `context`. A mesh without one
-of the last two has a single part.
+Sequences are shared out over `data`, `fsdp` and `expert`, and each is cut over `context`. A mesh
+without one of the last three has a single part there.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,33 +25,43 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from holmesjax.layer_specs.array_boxes import Box, from_index, num_elements, within
-from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Parameter
+from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Parameter, begins_with_experts
 from holmesjax.plan.plan import Axis
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 Sizes = Mapping[Any, int]  # axis -> size, of a mesh or of a stage's plan
 
+PART_AXES = (Axis.FSDP, Axis.CONTEXT, Axis.EXPERT)  # which cut a replica's parameters
+
 
 def num_parts(sizes: Sizes) -> int:
     """Devices over which the parameters of a replica are cut, besides `tensor`."""
-    return sizes.get(Axis.FSDP, 1) * sizes.get(Axis.CONTEXT, 1)
+    return math.prod(sizes.get(axis, 1) for axis in PART_AXES)
 
 
-def tensor_spec(dims: str) -> P:
-    """How a parameter is cut while its layer computes: over `tensor`.
+def computed_spec(dims: str, sizes: Sizes) -> P:
+    """How a parameter is cut while its layer computes: over `tensor`, and experts over `expert`.
 
-    >>> tuple(tensor_spec("DHK"))
-    (None, 'tensor', None)
+    >>> tuple(computed_spec("DHK", {"expert": 2})), tuple(computed_spec("EDF", {"expert": 2}))
+    ((None, 'tensor', None), ('expert', None, 'tensor'))
     """
-    return P(*(Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims))
+    spec: list[Any] = [Axis.TENSOR.value if dim in TENSOR_DIMS else None for dim in dims]
+    if begins_with_experts(dims):
+        spec[0] = _axes(sizes, Axis.EXPERT)
+    return P(*spec)
 
 
 def shard_spec(dims: str, sizes: Sizes) -> P:
     """How one replica of a parameter is cut between its uses: over all axes but `data`."""
-    spec = list(tensor_spec(dims))
+    spec = list(computed_spec(dims, sizes))
     if PARTS_DIM in dims:
-        spec[dims.index(PARTS_DIM)] = _axes(sizes, Axis.FSDP, Axis.CONTEXT)
+        spec[dims.index(PARTS_DIM)] = _axes(sizes, *_axes_of_parts(dims))
     return P(*spec)
+
+
+def _axes_of_parts(dims: str) -> tuple[Axis, ...]:
+    """The axes that cut the model width of a parameter with these dims."""
+    return PART_AXES[:2] if begins_with_experts(dims) else PART_AXES
 
 
 def _axes(sizes: Sizes, *axes: Axis) -> str | tuple[str, ...] | None:
@@ -58,25 +70,26 @@ def _axes(sizes: Sizes, *axes: Axis) -> str | tuple[str, ...] | None:
     return found if len(found) > 1 else found[0] if found else None
 
 
-def data_dim(dims: str, shape: tuple[int, ...], data: int, parts: int = 1) -> int | None:
+def data_dim(dims: str, shape: tuple[int, ...], sizes: Sizes) -> int | None:
     """The dim of a master parameter that is cut over `data`: the first free one that divides.
 
     Args:
       dims: of the parameter, a letter each.
       shape: of the parameter.
-      data: replicas.
-      parts: of the replica (`num_parts`).
+      sizes: of the axes of the mesh.
 
-    >>> data_dim("DHK", (192, 6, 32), 2)
+    >>> data_dim("DHK", (192, 6, 32), {"data": 2})
     0
-    >>> data_dim("DHK", (6, 6, 32), 2, parts=2)  # D has 3 left for each part
+    >>> data_dim("DHK", (6, 6, 32), {"data": 2, "fsdp": 2})  # D has 3 left for each part
     2
-    >>> data_dim("D", (191,), 2) is None
+    >>> data_dim("D", (191,), {"data": 2}) is None
     True
     """
-    for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-        cuts = data * parts if dim == PARTS_DIM else data
-        if dim not in TENSOR_DIMS and size % cuts == 0:
+    for i, (axes, size) in enumerate(zip(shard_spec(dims, sizes), shape, strict=True)):
+        if dims[i] in TENSOR_DIMS:
+            continue
+        cuts = math.prod(sizes[axis] for axis in (Axis.DATA, *spec_axes(P(axes), 1)[0]))
+        if size % cuts == 0:
             return i
     return None
 
@@ -84,7 +97,7 @@ def data_dim(dims: str, shape: tuple[int, ...], data: int, parts: int = 1) -> in
 def master_spec(dims: str, shape: tuple[int, ...], sizes: Sizes) -> P:
     """How a master is cut: as `shard_spec`, and over `data` inside each part of a replica."""
     spec = list(shard_spec(dims, sizes))
-    if (dim := data_dim(dims, shape, sizes[Axis.DATA], num_parts(sizes))) is not None:
+    if (dim := data_dim(dims, shape, sizes)) is not None:
         data = Axis.DATA.value
         axes = spec_axes(P(spec[dim]), 1)[0]
         spec[dim] = (*axes, data) if axes else data
@@ -114,7 +127,8 @@ def batch_sharding(mesh: Mesh, num_leading: int = 0) -> NamedSharding:
 
 def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
     """The partition spec of `batch_sharding`, for a mesh with axes of these sizes."""
-    lead, sequences = (None,) * num_leading, _axes(sizes, Axis.DATA, Axis.FSDP)
+    lead = (None,) * num_leading
+    sequences = _axes(sizes, Axis.DATA, Axis.FSDP, Axis.EXPERT)
     if Axis.CONTEXT not in sizes:
         return P(*lead, sequences)
     return P(*lead, sequences, Axis.CONTEXT.value)
@@ -122,7 +136,7 @@ def batch_spec(sizes: Sizes, num_leading: int = 0) -> P:
 
 def part_spec(sizes: Sizes) -> P:
     """How parts of sequences are cut inside one replica, all first parts first (`ops.to_parts`)."""
-    return P(_axes(sizes, Axis.CONTEXT, Axis.FSDP))
+    return P(_axes(sizes, Axis.CONTEXT, Axis.FSDP, Axis.EXPERT))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -68,7 +68,7 @@ class StagePlan:
     mesh: dict[Axis, int]  # axis -> size, slowest link first
     fabrics: dict[Axis, str]  # axis -> the slowest fabric that its neighbours use
     memory_bytes: dict[str, float]  # per device, itemised
-    # Predicted, per step: compute, tensor, fsdp and context if used, data, boundary.
+    # Predicted, per step: compute, tensor, fsdp, context and expert if used, data, boundary.
     seconds: dict[str, float]
     task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
     sequence_parallel: bool = False  # whether `tensor` cuts sequences between products

@@ -205,19 +205,22 @@ def _whole(problem: Problem, candidate: Candidate, stage: int) -> StageSeconds:
 
 
 def _part_seconds(problem: Problem, candidate: Candidate, stage: int) -> dict[str, float]:
-    """Seconds of a stage in a step, by what they go into; `fsdp` and `context` where used."""
+    """Seconds of a stage in a step, by what they go into; other axes where used."""
     times, whole = stage_seconds(problem, candidate, stage), _whole(problem, candidate, stage)
     microbatches = candidate.settings.microbatches
     fsdp_s = microbatches * (times.forward_fsdp_s + times.backward_fsdp_s)
     context_s = microbatches * (times.forward_context_s + times.backward_context_s)
+    exchange_s = microbatches * (times.forward_exchange_s + times.backward_exchange_s)
     meshes = [segment.mesh for segment in candidate.assignment.segments]
     uses_context = any(mesh.context > 1 for mesh in meshes)
-    uses_fsdp = uses_context or any(mesh.fsdp > 1 for mesh in meshes)
+    uses_expert = any(mesh.expert > 1 for mesh in meshes)
+    uses_fsdp = uses_context or uses_expert or any(mesh.fsdp > 1 for mesh in meshes)
     return {
         "compute": float(microbatches * (times.forward_s + times.backward_s) + times.update_s),
         "tensor": float(microbatches * (times.forward_tensor_s + times.backward_tensor_s)),
         **({"fsdp": float(fsdp_s)} if uses_fsdp else {}),
         **({"context": float(context_s)} if uses_context else {}),
+        **({"expert": float(exchange_s)} if uses_expert else {}),
         "data": whole.gather + whole.reduce,
     }
 

@@ -34,6 +34,7 @@ FREED = (
     "data",
     "tensor",
     "context",
+    "expert",
     "layers",
     "stages",
     "clusters",

@@ -14,12 +14,21 @@ from holmesjax.files import schema
 from holmesjax.layer_specs.distinct_kinds import block_counts
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.plan import Axis
+from holmesjax.plan.plan import Axis, Plan
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_costs import StageCosts
-from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, divisors, most_parts
+from holmesjax.planner.stage_layouts import (
+    MeshShape,
+    Role,
+    StepSettings,
+    divisors,
+    exchange_is_fast,
+    make_pools,
+    most_parts,
+)
 from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, PipelineSchedule
 from holmesjax.topology.catalogue import CPU, FP8
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
@@ -35,6 +44,7 @@ def refuse_impossible(config: Config, topology: Topology) -> None:
     _refuse_unknown_clusters(config, topology)
     _refuse_number_of_stages(config, topology)
     _refuse_crowded_clusters(config, topology)
+    _refuse_slow_exchanges(config, topology)
 
 
 def _refuse_uneven_cuts(config: Config) -> None:
@@ -169,6 +179,45 @@ def _refuse_crowded_clusters(config: Config, topology: Topology) -> None:
                 found=str(list(config.parallel.clusters or ())),
                 fix=f"name {name!r} at most {max(1, num_devices // mesh.num_devices)} times, once "
                 "for each of its stages",
+            )
+
+
+def _refuse_slow_exchanges(config: Config, topology: Topology) -> None:
+    """Devices that the config wants to share experts, where no cluster that it allows is fast."""
+    parallel, tensor = config.parallel, config.parallel.tensor or 1
+    named, expert = parallel.clusters, parallel.expert or 1
+    pools = make_pools(topology, by_kind=False)
+    slow = [pool for pool in pools if not exchange_is_fast(pool, expert, tensor)]
+    unable = [pool for pool in slow if named is None or pool.cluster.name in named]
+    if not unable or (named is None and len(unable) < len(pools)):
+        return
+    raise PlanError(
+        "parallel.expert",
+        "must leave groups whole inside nodes: devices that share experts exchange tokens in every "
+        "layer, over links with RDMA or inside a node alone",
+        found=f"{expert}"
+        + (f" * parallel.tensor = {expert * tensor}" if tensor > 1 else "")
+        + "; "
+        + "; ".join(
+            f"{pool.cluster.name} has {pool.cluster.fabric} between nodes of "
+            f"{' or '.join(map(str, sorted(set(map(len, pool.devices.values())))))}"
+            for pool in unable
+        ),
+        fix="use a smaller number, which divides the devices of each node, or leave it to the "
+        "planner",
+    )
+
+
+def refuse_slow_exchange(plan: Plan) -> None:
+    """Raises PlanError for a stage whose devices exchange tokens over a slow link."""
+    for i, stage in enumerate(plan.stages):
+        fabric = stage.fabrics.get(Axis.EXPERT, "local")
+        if FABRICS[fabric].joins == "nodes" and not FABRICS[fabric].is_rdma:
+            raise PlanError(
+                "parallel.expert",
+                f"stage {i} would exchange tokens between nodes of {stage.cluster} over {fabric}",
+                found=f"expert {stage.mesh[Axis.EXPERT]} on {', '.join(stage.nodes)}",
+                fix="set parallel.expert to 1, or use whole nodes for each stage",
             )
 
 

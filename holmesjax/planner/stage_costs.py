@@ -1,7 +1,6 @@
 """The costs of a stage on its layouts: its shape, its seconds and its bytes."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from holmesjax.config import Config, update_rules
 from holmesjax.costs import collective_times, memory, work
 from holmesjax.costs.attention import asked_of
 from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.expert_exchange import choices, expert_numbers
 from holmesjax.costs.stage_shape import DTYPE_BYTES, LOGIT_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
 from holmesjax.layer_specs import distinct_kinds
@@ -23,18 +23,18 @@ from holmesjax.planner.mesh_order import (
     cheapest,
 )
 from holmesjax.planner.stage_layouts import (
-    SENDING,
     Devices,
     InFlight,
     MeshShape,
     Pool,
     Role,
     StepSettings,
+    exchanges_slowly,
 )
 from holmesjax.topology.machines import Numbers
 
 ALONE = InFlight(all=1, head=1)  # one microbatch
-AXES = (Axis.DATA, Axis.FSDP, Axis.CONTEXT, Axis.TENSOR)  # in the order of `MeshShape.sizes`
+AXES = tuple(Axis)  # in the order of `MeshShape.sizes`
 
 
 class _Placements:
@@ -54,14 +54,13 @@ class _Placements:
 
     def add(self, mesh: MeshShape, arranged: Sequence[Arrangement[Axis]], num_nodes: int) -> None:
         """Adds a mesh with the orders of its axes, the first of which is kept among equals."""
-        most = math.factorial(len(AXES))
-        costs, groups = np.zeros((most, len(AXES))), np.zeros((most, len(AXES)), int)
+        sizes = len(arranged), len(AXES)
+        costs, groups = np.zeros(sizes), np.zeros(sizes, int)
         for order, arrangement in enumerate(arranged):
             for place, axis in enumerate(AXES):
                 if (group := arrangement.groups.get(axis)) is not None:
                     costs[order, place] = arrangement.s_per_byte[axis]
                     groups[order, place] = self._row(group)
-        costs[len(arranged) :], groups[len(arranged) :] = costs[0], groups[0]  # as dear as it
         self._numbers[mesh] = len(self._costs)
         self._num_nodes.append(num_nodes)
         self._costs.append(costs)
@@ -83,7 +82,9 @@ class _Placements:
     ) -> dict[Axis, Groups]:
         """The groups of each axis of some meshes, each in the order that `cheapest` chooses."""
         if self._stacked is None:
-            self._stacked = np.stack(self._costs), np.stack(self._groups), np.array(self._rows)
+            most = max(map(len, self._costs))
+            padded = (_padded(self._costs, most), _padded(self._groups, most))
+            self._stacked = *padded, np.array(self._rows)
         costs, groups, rows = self._stacked
         numbers = [self._numbers[mesh] for mesh in found]
         traffic = np.stack(np.broadcast_arrays(*(traffic_bytes[axis] for axis in AXES)))
@@ -150,7 +151,10 @@ class StageCosts:
         where = id(pool), mesh, num_stages, index
         if where not in self._arranged:
             devices = self.devices(pool, mesh, num_stages, index)
-            self._arranged[where] = arrangements(pool.paths, devices, mesh.sizes)
+            found = arrangements(pool.paths, devices, mesh.sizes)
+            fast = [own for own in found if not exchanges_slowly(own.groups)]
+            # Where all are slow, the plan that has one is refused (`refusals`).
+            self._arranged[where] = fast or found
         return self._arranged[where]
 
     def _traffic_bytes(self, mesh: MeshShape, settings: StepSettings) -> dict[Axis, Any]:
@@ -176,10 +180,16 @@ class StageCosts:
         # Keys and values in both passes, and their gradients.
         key_values = sum(n * work.key_value_numbers(kind, mesh.tensor) for n, kind in own)
         passed = (2 * width + 4) * num_tokens * key_values
+        parts = mesh.fsdp * mesh.context * mesh.expert
+        num_experts = sum(n * expert_numbers(kind, mesh.tensor) for n, kind in own)
+        dense = width * (num_parameters - num_experts) * num_gathers
+        exchanged = 5 * width * num_tokens * sum(n * choices(model, kind) for n, kind in own)
+        exchanged = exchanged * model.width / mesh.context
         return {
-            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / (mesh.fsdp * mesh.context),
-            Axis.FSDP: sent(mesh.fsdp) * gathered / mesh.context,
-            Axis.CONTEXT: sent(mesh.context) * (gathered + passed),
+            Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / parts,
+            Axis.FSDP: sent(mesh.fsdp) * gathered / (mesh.context * mesh.expert),
+            Axis.CONTEXT: sent(mesh.context) * (gathered / mesh.expert + passed),
+            Axis.EXPERT: sent(mesh.expert) * (dense + exchanged),
             Axis.TENSOR: sent(mesh.tensor) * summed / mesh.context,
         }
 
@@ -213,6 +223,7 @@ class StageCosts:
             tensor=mesh.tensor,
             fsdp=mesh.fsdp,
             context=mesh.context,
+            expert=mesh.expert,
             sequences=train.global_batch // (settings.microbatches * mesh.batch_shards),
             chunks=in_flight.chunks,
             in_flight=in_flight.all,
@@ -249,13 +260,12 @@ class StageCosts:
           blocks: Transformer layers of the stage, of each kind.
           recomputed: that of `shape`.
         """
-        groups = tuple(placement.groups.get(axis) for axis in SENDING)
+        groups = tuple(placement.groups.get(axis) for axis in AXES)
         key = pool.kinds, groups, mesh, settings, role, blocks, recomputed
         if key not in self._times:
             shape = self.shape(mesh, settings, role, blocks, recomputed=recomputed)
-            data, tensor, fsdp, context = groups
             self._times[key] = stage_times(
-                self._config.model, shape, pool.kinds, data, tensor, fsdp, context
+                self._config.model, shape, pool.kinds, **_by_name(placement.groups)
             )
         return self._times[key]
 
@@ -295,9 +305,8 @@ class StageCosts:
         blocks: Counts,
     ) -> StageTimes:
         groups = placed.cheapest(found, self._traffic_bytes(_as_arrays(found), settings))
-        data, tensor, fsdp, context = (groups[axis] for axis in SENDING)
         shape = self._many_shapes(found, settings, blocks, InFlight(all=1, head=1))
-        return stage_times(self._config.model, shape, pool.kinds, data, tensor, fsdp, context)
+        return stage_times(self._config.model, shape, pool.kinds, **_by_name(groups))
 
     def many_bytes(
         self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
@@ -376,6 +385,16 @@ class StageCosts:
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._bytes[key] = float(sum(items.values()))
         return self._bytes[key]
+
+
+def _by_name(groups: Mapping[Axis, Any]) -> dict[str, Any]:
+    """The group of each axis, as `stage_times` takes them; None for an axis of size 1."""
+    return {axis.value: groups.get(axis) for axis in AXES}
+
+
+def _padded(arrays: Sequence[np.ndarray], most: int) -> np.ndarray:
+    """Arrays with so many rows each, stacked; the first row stands in the place of others."""
+    return np.stack([np.concatenate([a, np.repeat(a[:1], most - len(a), 0)]) for a in arrays])
 
 
 def _as_arrays(found: Sequence[MeshShape]) -> MeshShape:

@@ -1,7 +1,7 @@
 """Layouts of stages on the devices of a cluster; `stage_costs` has what they cost.
 
     pool      devices that stages share, in the order in which stages take them
-    mesh      the sizes of the axes of a stage: `data`, `fsdp`, `context`, `tensor`
+    mesh      the sizes of the axes of a stage: `data`, `fsdp`, `context`, `expert`, `tensor`
     slot      the place of one stage: a mesh, on devices of a pool
     settings  the microbatches and the checkpointing of a step, equal for all stages
 
@@ -13,13 +13,14 @@ clusters, the pool is all machines.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from holmesjax.config import Checkpointing, Config, ModelConfig
 from holmesjax.costs import work
+from holmesjax.costs.collective_times import Group
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.plan.plan import Axis
@@ -27,6 +28,7 @@ from holmesjax.planner.mesh_order import (
     Paths,
     sorted_by_block,
 )
+from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Cluster, DeviceKind, Node, Topology
 
 # The fewest tokens in a shard of a sequence, if the planner chooses `context`.
@@ -35,9 +37,6 @@ MIN_CONTEXT_TOKENS = 4096
 # Devices of a pool up to which all sizes of `fsdp` are tried; in larger ones those that stay inside
 # nodes, and that over all replicas.
 MOST_FREE = 64
-
-# In the order in which `stage_times` takes their groups.
-SENDING = (Axis.DATA, Axis.TENSOR, Axis.FSDP, Axis.CONTEXT)
 
 Devices = dict[str, tuple[int, ...]]  # node -> numbers of its devices in the topology
 
@@ -51,23 +50,25 @@ class MeshShape(NamedTuple):
     context: int = 1
     # Whether `tensor` cuts sequences between products; no bool, as it is a number beside sizes.
     sequence_parallel: int = 0
+    expert: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.fsdp * self.tensor * self.context
+        return self.batch_shards * self.tensor * self.context
 
     @property
     def batch_shards(self) -> int:
         """The number of shards into which the sequences of a microbatch are cut."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Sizes by axis. `fsdp` and `context` of size 1 are no axes of the mesh."""
+        """Sizes by axis. `fsdp`, `context` and `expert` of size 1 are no axes of the mesh."""
         sizes = {
             Axis.DATA: self.data,
             Axis.FSDP: self.fsdp,
             Axis.CONTEXT: self.context,
+            Axis.EXPERT: self.expert,
             Axis.TENSOR: self.tensor,
         }
         always = (Axis.DATA, Axis.TENSOR)
@@ -200,8 +201,9 @@ def _choose(devices: Devices, mesh: MeshShape) -> Devices:
     If there are more, every node first gives whole replicas, then whole tensor groups, so
     that few of them cross nodes.
     """
-    part = mesh.context * mesh.tensor
-    groups = mesh.fsdp * part, part, mesh.tensor
+    exchanging = mesh.expert * mesh.tensor
+    part = mesh.context * exchanging
+    groups = mesh.fsdp * part, part, exchanging, mesh.tensor
     sizes = set(map(len, devices.values()))
     if len(sizes) == 1 and all(size < n or size % n == 0 for size in sizes for n in groups):
         return _first_devices(devices, mesh.num_devices)  # none is left over
@@ -337,7 +339,6 @@ def sequence_parallel_choices(config: Config, tensor: int, context: int) -> list
 
 def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshShape]:
     """Meshes that the pool has devices for and that give every shard whole sequences."""
-    parallel = config.parallel
     sequences, rest = divmod(config.train.global_batch, settings.microbatches)
     if rest:
         return
@@ -353,10 +354,50 @@ def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshS
         for parts in divisors(sequences):
             if parts > most:
                 break
-            for fsdp in divisors(math.gcd(parts, width // context)):
-                inside = fsdp * context * tensor <= pool.most_in_a_node or fsdp == parts
-                if pool.num_devices > MOST_FREE and not inside and fsdp != parallel.fsdp:
-                    continue
-                data = parts // fsdp
-                if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
-                    yield MeshShape(data, fsdp, tensor, context, is_cut)
+            for expert in expert_sizes(config, pool, parts, tensor):
+                others = tensor * context * expert
+                for data, fsdp in _replicas(config, pool, parts // expert, others):
+                    if width % (fsdp * context * expert) == 0:
+                        yield MeshShape(data, fsdp, tensor, context, is_cut, expert)
+
+
+def _replicas(
+    config: Config, pool: Pool, parts: int, num_devices: int
+) -> Iterator[tuple[int, int]]:
+    """Sizes of `data` and `fsdp` where other axes have so many devices.
+
+    `parts` are those of the sequences, over `data` and `fsdp`.
+    """
+    parallel = config.parallel
+    for fsdp in divisors(parts):
+        inside = fsdp * num_devices <= pool.most_in_a_node or fsdp == parts
+        if pool.num_devices > MOST_FREE and not inside and fsdp != parallel.fsdp:
+            continue
+        data = parts // fsdp
+        if parallel.fsdp in (None, fsdp) and parallel.data in (None, data):
+            yield data, fsdp
+
+
+def expert_sizes(config: Config, pool: Pool, parts: int, tensor: int) -> list[int]:
+    """Possible sizes of `expert`, which cuts experts and sequences, and exchanges tokens fast."""
+    experts, size = config.model.experts, config.parallel.expert
+    if experts is None:
+        return [1]
+    wanted = [size] if size else divisors(math.gcd(experts.count, parts))
+    return [n for n in wanted if parts % n == 0 and exchange_is_fast(pool, n, tensor)]
+
+
+def exchange_is_fast(pool: Pool, expert: int, tensor: int) -> bool:
+    """Whether so many devices can exchange tokens without a link between nodes that is slow.
+
+    Links with RDMA are fast. Where nodes have others, each must hold whole groups.
+    """
+    if expert == 1 or FABRICS[pool.cluster.fabric].is_rdma:
+        return True
+    return all(len(numbers) % (expert * tensor) == 0 for numbers in pool.devices.values())
+
+
+def exchanges_slowly(groups: Mapping[Axis, Group]) -> bool:
+    """Whether devices that share experts would exchange tokens over a slow link between nodes."""
+    between = groups[Axis.EXPERT].between if Axis.EXPERT in groups else None
+    return between is not None and not FABRICS[between.fabric].is_rdma

@@ -470,8 +470,7 @@ class Chunk:
         """The dim of each parameter that is cut over `data`; -1 for those that are not."""
 
         def dim(parameter: Parameter) -> int:
-            sizes = self.num_replicas, self.num_parts
-            found = sharding.data_dim(parameter.dims, parameter.shape, *sizes)
+            found = sharding.data_dim(parameter.dims, parameter.shape, self.mesh.shape)
             return -1 if found is None or self.num_replicas == 1 else found
 
         return jax.tree.map(dim, self.trained)

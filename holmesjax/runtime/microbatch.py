@@ -185,7 +185,8 @@ def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
 
     narrow, widen = cast(chunk.compute_dtype), cast("float32")
     constrain = functools.partial(_constrain, chunk, statements)
-    gather = lambda params: widen(constrain(params, sharding.tensor_spec))
+    computed_spec = functools.partial(sharding.computed_spec, sizes=chunk.mesh.shape)
+    gather = lambda params: widen(constrain(params, computed_spec))
     shard_spec = functools.partial(sharding.shard_spec, sizes=chunk.mesh.shape)
 
     @jax.custom_vjp
@@ -251,7 +252,7 @@ def _constrain(chunk: Chunk, statements: Tree, params: Tree, spec: Callable[[str
 
 
 def _on_replica(chunk: Chunk, x_BLD: jax.Array) -> jax.Array:
-    """The sequences of a replica stay cut over `fsdp` and `context`."""
+    """The sequences of a replica stay cut over `fsdp`, `context` and `expert`."""
     if chunk.num_parts == 1:
         return x_BLD
     where = NamedSharding(chunk.mesh, sharding.part_spec(chunk.mesh.shape))

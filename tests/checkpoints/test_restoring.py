@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from holmesjax.checkpoints import manifest, restoring, second_reading, writing
-from holmesjax.config import LoraConfig
+from holmesjax.config import ExpertsConfig, LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.runtime.chunk import ChunkState
 from tests.disks import files_of_at_most
@@ -38,18 +38,26 @@ def chunks_of(name, model):
     return make_chunks(model, PLANS[name])
 
 
+EXPERTS = {
+    "pattern": ("block", "expert_block"),
+    "experts": ExpertsConfig(count=8, active=2, bias_rate=0.01),
+}
+
+
 @pytest.mark.parametrize(
-    "source, targets, tied",
+    "source, targets, changes",
     [
-        ("two", ("one", "four"), True),
-        ("one", ("two", "three"), False),
-        ("four", ("three", "two"), False),
-        ("three", ("four", "one"), True),
+        ("two", ("one", "four"), {"tied_embeddings": True}),
+        ("one", ("two", "three"), {}),
+        ("four", ("three", "two"), {}),
+        ("three", ("four", "one"), {"tied_embeddings": True}),
+        ("experts in four", ("experts in two", "one"), EXPERTS),
+        ("two", ("experts in four",), EXPERTS),
     ],
 )
-def test_any_plan_restores_any_other(tmp_path, source, targets, tied):
-    """Each plan is read onto two others, and each reads from two: a file names no plan."""
-    model = make_model(tied_embeddings=tied)
+def test_any_plan_restores_any_other(tmp_path, source, targets, changes):
+    """Each plan is read onto others, and each reads from others: a file names no plan."""
+    model = make_model(**changes)
     write(tmp_path, model, source)
     [found] = manifest.find(tmp_path)
     manifest.verify(found)

@@ -346,6 +346,16 @@ model.width: must be a multiple of parallel.fsdp * parallel.context = 4 * 32 = 1
   found: 64
   fix: use 128, or change parallel.fsdp or parallel.context
 
+parallel.expert=2
+parallel.expert: must be 1 for a model without experts
+  found: 2
+  fix: use 1, or fsdp
+
+parallel.expert=4 model.experts.count=6 model.pattern=[expert_block] train.global_batch=32
+parallel.expert: must divide model.experts.count = 6
+  found: 4
+  fix: use 2
+
 parallel.context=64 model.context_length=96
 model.context_length: must be a multiple of 2 * parallel.context = 2 * 64 = 128
   found: 96

@@ -220,7 +220,7 @@ def test_data_cuts_masters_where_their_sharding_does(data, fsdp):
     cut = memory.stage_memory_bytes(
         MODELS["gpt2"], dataclasses.replace(SHAPE, data=data, fsdp=fsdp)
     )
-    is_cut = sharding.data_dim("D", (SMALL["width"],), data, fsdp) is not None
+    is_cut = sharding.data_dim("D", (SMALL["width"],), {"data": data, "fsdp": fsdp}) is not None
     for name in ("parameters", "optimizer"):
         assert cut[name] == one[name] / fsdp / (data if is_cut else 1)
 

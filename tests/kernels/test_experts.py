@@ -1,13 +1,20 @@
 """Experts against a loop over tokens in float64 NumPy, and their gradients by themselves."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from kernels.experts import experts_feed_forward, router_logits
+from kernels.attention.shards import Shards
+from kernels.expert_exchange import experts_feed_forward
+from kernels.experts import router_logits
+from tests.kernels.attention.gpus import first_devices
 
-B, L, K, E, D, F = 2, 24, 2, 4, 8, 12
+B, L, K, E, D, F = 8, 8, 2, 4, 8, 12
 RNG = np.random.default_rng(0)
 X_BLD, DY_BLD = RNG.standard_normal((2, B, L, D))
 WEIGHT_BLK = RNG.random((B, L, K))
@@ -65,24 +72,46 @@ def places(choice_BLk):
     return found
 
 
-@pytest.mark.parametrize("capacity", [None, 9])
+def shards_of(**sizes):
+    mesh = Mesh(first_devices(math.prod(sizes.values())).reshape(*sizes.values()), [*sizes])
+    cuts = {"B": ("expert", "fsdp"), "E": ("expert",), "N": ("fsdp",), "F": ("tensor",)}
+    has = lambda axes: tuple(axis for axis in axes if axis in sizes)
+    return Shards(mesh, tuple((dim, has(axes)) for dim, axes in cuts.items()))
+
+
+MESHES = {
+    "one device": None,
+    "experts cut": shards_of(expert=2, tensor=2),
+    "an expert each": shards_of(expert=4, fsdp=2),
+}
+
+
+@functools.cache
+def compiled(capacity, shards):
+    """The results and gradients of choices, tokens, weights and the gradient of results."""
+
+    @jax.jit
+    def run(choice, x, weight, w_in, w_out, dy):
+        of = lambda x, weight, w_in, w_out: experts_feed_forward(
+            "swiglu", x, choice, weight, w_in, w_out, capacity=capacity, shards=shards
+        )
+        y, pullback = jax.vjp(of, x, weight, w_in, w_out)
+        return y, pullback(dy)
+
+    return run
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("name", CHOICES)
-def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity):
+@pytest.mark.parametrize("shards", MESHES.values(), ids=MESHES)
+def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity, shards):
     choice_BLk = CHOICES[name]
     is_in = places(choice_BLk) < (capacity or L * K)
     assert is_in.all() == (capacity is None)
     wanted, gradients = by_tokens(choice_BLk, is_in)
 
-    @jax.jit
-    def run(x, weight, w_in, w_out, dy):
-        of = lambda x, weight, w_in, w_out: experts_feed_forward(
-            "swiglu", x, jnp.asarray(choice_BLk), weight, w_in, w_out, capacity=capacity
-        )
-        y, pullback = jax.vjp(of, x, weight, w_in, w_out)
-        return y, pullback(dy)
-
     arrays = jax.tree.map(np.float32, (X_BLD, WEIGHT_BLK, W_IN, W_OUT, DY_BLD))
-    y, got = run(*arrays)
+    y, got = compiled(capacity, shards)(jnp.asarray(choice_BLk), *arrays)
     for one, want in zip(
         jax.tree.leaves((y, got)), jax.tree.leaves((wanted, gradients)), strict=True
     ):

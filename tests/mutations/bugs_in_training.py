@@ -50,6 +50,22 @@ TRAINING = (
         tests=("tests/kernels/test_experts.py",),
     ),
     Bug(
+        name="one-round-of-an-exchange",
+        module="kernels.expert_exchange",
+        old="rounds = -(-load_n.max() // slots_of_each(choice_BLk.size, static.num_devices))",
+        new="rounds = jnp.minimum(1, load_n.max())",
+        wrong="tokens that find no slot of another device are lost",
+        tests=("tests/kernels/test_experts.py",),
+    ),
+    Bug(
+        name="experts-summed-over-their-axis",
+        module="holmesjax.parallel.sharding",
+        old="return PART_AXES[:2] if begins_with_experts(dims) else PART_AXES",
+        new="return PART_AXES",
+        wrong="two dims of a weight are cut over one axis",
+        tests=("tests/runtime/test_expert_steps.py::test_no_plan_changes_a_step",),
+    ),
+    Bug(
         name="balance-of-each-microbatch",
         module="holmesjax.models.experts",
         old="load_E = before_E / jnp.where(mean > 0, mean, 1.0)",
@@ -215,8 +231,8 @@ TRAINING = (
     Bug(
         name="data-ignores-parts",
         module="holmesjax.parallel.sharding",
-        old="cuts = data * parts if dim == PARTS_DIM else data",
-        new="cuts = data",
+        old="cuts = math.prod(sizes[axis] for axis in (Axis.DATA, *spec_axes(P(axes), 1)[0]))",
+        new="cuts = sizes[Axis.DATA]",
         wrong="a dim that fsdp has cut is cut over data too, where the parts do not divide",
         tests=("holmesjax/parallel/sharding.py",),
     ),

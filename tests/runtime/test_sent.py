@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks.memory_compiled import bytes_on_a_device
-from holmesjax.config import Fp8Config
+from holmesjax.config import ExpertsConfig, Fp8Config
 from holmesjax.costs import memory, work
+from holmesjax.costs.expert_exchange import exchanged_bytes
 from holmesjax.costs.parameters import (
     gathered_bytes,
     gathered_parameters,
@@ -64,6 +65,7 @@ def shape_of(chunk) -> StageShape:
         tensor=size(Axis.TENSOR),
         fsdp=size(Axis.FSDP),
         context=size(Axis.CONTEXT),
+        expert=size(Axis.EXPERT),
         sequences=chunk.microbatch_size * size(Axis.CONTEXT) // (data * parts),
         chunks=1,
         in_flight=1,
@@ -185,6 +187,31 @@ def test_codes_of_fp8_are_gathered_as_they_are(checkpointing):
     for name, num_bytes in zip(("forward", "backward"), predicted, strict=True):
         total = total_sent([programs[name]], chunk.mesh)
         assert total["all-gather", (Axis.FSDP,)] == num_bytes
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing):
+    """An exchange is in a loop, of which each round sends as much."""
+    experts = ExpertsConfig(count=4, active=2, width=24)
+    changes = {"norm": "rms_norm", "activation": "swiglu", "pattern": ("expert_block",)}
+    model = make_model(num_layers=2, **changes, experts=experts)
+    cuts = {"fsdp": 2, "expert": 2, "microbatches": 2}
+    plan = hand_made_plan((1, 1), 1, 1, **cuts, checkpointing=checkpointing)
+    chunk, _ = make_chunks(model, plan)
+    [programs] = compile_chunks([chunk])
+    shape = shape_of(chunk)
+    numbers = 4 * 3 * 32 * 24  # of all experts, of which a device has a half
+    exchanged = exchanged_bytes(model, shape)
+    gathered = gathered_parameters(model, shape)
+    both, reduced = (Axis.FSDP, Axis.EXPERT), reduced_numbers(model, shape)
+    for i, name in enumerate(("forward", "backward")):
+        total = total_sent([programs[name]], chunk.mesh)
+        assert total["all-to-all", (Axis.EXPERT,)] == sum(exchanged[i])
+        assert total["all-gather", both] == 4 * (gathered[i] - numbers)
+        assert total["all-gather", (Axis.FSDP,)] == 4 * numbers / 2
+    assert total["all-reduce", (Axis.FSDP,)] == 4 * numbers / 2
+    reductions = ("all-reduce", "all-to-all")
+    assert sum(total[kind, both] for kind in reductions) == 4 * (reduced - numbers)
 
 
 # ---- what is kept --------------------------------------------------------------------------------

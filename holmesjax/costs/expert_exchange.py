@@ -1,0 +1,127 @@
+"""The bytes that devices which share experts send each other, and how unlike their loads are.
+
+    k  choices of a token   E  experts   n  devices of `expert`   T  tokens of a device
+    D  model width   c  bytes of a number of the compute dtype
+
+`kernels.expert_exchange` says what a round is.
+"""
+
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from holmesjax.config import ExpertsConfig, ModelConfig
+from holmesjax.costs import collective_times
+from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.layer_specs.kind import Kind
+from holmesjax.topology.machines import Numbers, Sizes
+from kernels.expert_slots import SLOTS_PER_CHOICE, slots_of_each
+
+# Standard deviation of an expert's load, over the mean load. An assumption: no router of ours was
+# measured on data of its size.
+LOAD_VARIATION = 0.3
+
+
+def has_experts(kind: Kind) -> bool:
+    """Whether layers of a kind have experts, which `expert` cuts."""
+    return any(parameter.is_of_experts for parameter in kind.parameters)
+
+
+def expert_numbers(kind: Kind, tensor: Sizes = 1) -> Sizes:
+    """Numbers of the weights of all experts of a layer, on each of `tensor` devices."""
+    return sum(own.size(1) for own in kind.parameters if own.is_of_experts) // tensor
+
+
+def choices(model: ModelConfig, kind: Kind) -> int:
+    """Experts that each token goes to in a layer of a kind; 0 where it has none."""
+    return model.experts.active if model.experts is not None and has_experts(kind) else 0
+
+
+def peak_load(experts: ExpertsConfig, num_devices: Sizes) -> Numbers:
+    """The load of the device with most, over the mean load, in the mean; 1 for one device.
+
+    A device has E / n experts, whose loads vary by `LOAD_VARIATION`. The largest of n normal
+    numbers is taken to be at its (n - 3/8) / (n + 1/4) quantile (Blom, 1958).
+
+    >>> [round(float(peak_load(ExpertsConfig(count=128, active=8), n)), 3) for n in (1, 8, 128)]
+    [1.0, 1.108, 1.775]
+    """
+    return _peak_load(num_devices, experts.count)
+
+
+def _one_peak_load(num_devices: int, count: int) -> float:
+    if num_devices == 1:
+        return 1.0
+    return 1.0 + _most_of(num_devices) * LOAD_VARIATION * (num_devices / count) ** 0.5
+
+
+def _most_of(number: int) -> float:
+    """The mean of the largest of so many normal numbers."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
+
+
+_peak_load = np.vectorize(_one_peak_load, otypes=[float])
+
+
+def rounds(experts: ExpertsConfig, num_tokens: Sizes, num_devices: Sizes) -> Numbers:
+    """The mean number of rounds of an exchange, over the loads that experts may have.
+
+    A round is added for each time that the largest of n^2 loads, from each device to each, has the
+    slots of a round once more. The loads of n devices vary as those of E / n experts do. Each has
+    choices of n devices; as these are few, the largest of them is larger.
+
+    >>> even = ExpertsConfig(count=128, active=8)
+    >>> [round(float(rounds(even, 4096, n)), 2) for n in (1, 8, 32)]
+    [1.0, 1.01, 1.97]
+    """
+    return _rounds(num_devices, num_tokens, experts.count, experts.active)
+
+
+def _one_rounds(num_devices: int, num_tokens: int, count: int, active: int) -> float:
+    if num_devices == 1:
+        return 1.0
+    few = _most_of(num_devices) * (num_devices / (num_tokens * active)) ** 0.5
+    load = NormalDist(1.0 + few, LOAD_VARIATION * (num_devices / count) ** 0.5)
+    within = (load.cdf(SLOTS_PER_CHOICE * i) ** num_devices for i in range(1, num_devices))
+    return 1.0 + sum(1.0 - share for share in within)
+
+
+_rounds = np.vectorize(_one_rounds, otypes=[float])
+
+
+def exchanged_bytes(
+    model: ModelConfig, stage: StageShape
+) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
+    """Bytes of each array that a device exchanges in a round of a layer: forward, backward.
+
+    There are n slots_of_each(k T, n) rows, of which one n-th stays on the device. A forward sends
+    the experts' numbers and weights, tokens, and results. A backward sends the first two again,
+    gradients of results and of tokens, and those of weights.
+    """
+    experts = model.experts
+    assert experts is not None, "a model with experts has settings of them"
+    num_tokens: Any = stage_tokens(model, stage)
+    rows = stage.expert * slots_of_each(experts.active * num_tokens, stage.expert)
+    tokens = 1.0 * DTYPE_BYTES[stage.dtype] * model.width * rows
+    return (8.0 * rows, tokens, tokens), (8.0 * rows, tokens, tokens, tokens, 4.0 * rows)
+
+
+def exchange_s(
+    model: ModelConfig, stage: StageShape, expert: Group | Groups | None
+) -> tuple[Numbers, Numbers]:
+    """Seconds of a microbatch for exchanges of tokens over `expert`: forward, backward.
+
+    None of them is taken to be hidden. A backward reads no result of experts, so that also with
+    `full` checkpointing no exchange of a forward runs again.
+    """
+    count = sum(count for count, kind in stage.kinds(model) if has_experts(kind))
+    if not count or model.experts is None:
+        return 0.0, 0.0
+    number = count * rounds(model.experts, stage_tokens(model, stage), stage.expert)
+    forward_s, backward_s = (
+        number * sum(collective_times.all_to_all_s(size, expert) for size in sizes)
+        for sizes in exchanged_bytes(model, stage)
+    )
+    return forward_s, backward_s

@@ -1,0 +1,53 @@
+"""Plans of models with experts: how many devices share them, over which links, at what price."""
+
+import math
+
+from holmesjax import config as configs
+from holmesjax.config import ExpertsConfig
+from holmesjax.plan.device_pool import USABLE_MEMORY
+from holmesjax.plan.plan import Axis
+from holmesjax.planner.planner import make_plan
+from tests.clusters import make_cluster, make_config, make_topology, refusal
+
+EXPERTS = {
+    "pattern": ("block", "expert_block"),
+    "activation": "swiglu",
+    "experts": ExpertsConfig(count=16, active=2, width=1024),
+}
+# Microbatches are given, so that a search is short.
+FEW = {"microbatches": 8, "schedule": "1f1b", "activation_checkpointing": "full"}
+
+
+def test_tokens_are_exchanged_over_fast_links_alone():
+    ethernet = make_topology(make_cluster("a", "ethernet", (4, 4)))
+    rdma = make_topology(make_cluster("a", "infiniband", (4, 4)))
+    eight = make_config(model=EXPERTS, parallel=FEW, expert=8, tensor=1, fsdp=1)
+    error = refusal(eight, ethernet)
+    assert error.where == "parallel.expert"
+    assert "a has ethernet between nodes of 4" in error.found
+    [stage] = make_plan(eight, rdma).stages
+    assert (stage.fabrics[Axis.EXPERT], stage.mesh[Axis.EXPERT]) == ("infiniband", 8)
+    assert stage.seconds["expert"] > 0
+    four = make_config(model=EXPERTS, parallel=FEW, expert=4, data=2, tensor=1, fsdp=1)
+    [stage] = make_plan(four, ethernet).stages
+    assert (stage.fabrics[Axis.EXPERT], stage.fabrics[Axis.DATA]) == ("nvlink", "ethernet")
+    for stage in make_plan(make_config(model=EXPERTS, parallel=FEW, stages=1), ethernet).stages:
+        assert stage.fabrics.get(Axis.EXPERT, "local") in ("local", "nvlink")
+
+
+def test_a_large_model_is_planned_on_unlike_clusters():
+    """Experts are shared inside nodes, which is better than to gather all of them."""
+    model = {**configs.preset("qwen3_235b_a22b"), "context_length": 4096}
+    topology = make_topology(
+        make_cluster("ib", "infiniband", (8,) * 24),
+        make_cluster("roce", "roce", (8,) * 16, speed=0.5),
+    )
+    train = {"global_batch": 512}
+    config = make_config(model=model, train=train, parallel=FEW, clusters=("roce", "ib"))
+    plan = make_plan(config, topology)
+    for stage in plan.stages:
+        assert sum(stage.memory_bytes.values()) <= USABLE_MEMORY * 80 * 2**30
+        assert stage.mesh[Axis.EXPERT] > 1
+        assert stage.fabrics[Axis.EXPERT] != "ethernet"
+        assert math.prod(stage.mesh.values()) == len(stage.devices)
+    assert plan.shares["expert"] > 0
