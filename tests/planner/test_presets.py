@@ -68,7 +68,8 @@ def test_presets_are_planned_on_two_clusters_without_jax(presets, tmp_path):
         for stage in plan.stages:
             most = USABLE_MEMORY * device[stage.cluster].memory_bytes
             assert sum(stage.memory_bytes.values()) <= most, name
-            cuts = (stage.mesh.get(axis, 1) for axis in (Axis.FSDP, Axis.CONTEXT, Axis.TENSOR))
+            axes = Axis.FSDP, Axis.CONTEXT, Axis.TENSOR, Axis.EXPERT
+            cuts = (stage.mesh.get(axis, 1) for axis in axes)
             held += stage.memory_bytes["gradients"] / 4 * math.prod(cuts)
         # The last stage has a copy of a tied table. All devices of `fsdp` have whole biases, and
         # those of `tensor` whole norms: 0.15% of GPT-3 175B.
