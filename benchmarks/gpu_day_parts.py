@@ -46,7 +46,7 @@ def machine(_: None, rehearse: bool) -> Iterator[Row]:
     yield {
         "what": "assembler of the Pallas kernels (ptxas)",
         "is": ".".join(map(str, assembler)) if assembler else "none found",
-        "problem": kernel_check.miscompiles(assembler),
+        "problem": None if rehearse else kernel_check.miscompiles(assembler),
     }
     most = limits(rehearse)
     yield {"what": "product of 8192^3, bfloat16", "rate": tera(most["flop_per_s"])}

@@ -262,7 +262,7 @@ def check(run, plan, wanted, moments="float32", ramp=()):
     states, clock = run.init(SEED), Clock(len(plan.stages))
     ramp = ramp or [plan.microbatches] * len(wanted)
     for step, (want, num_microbatches) in enumerate(zip(wanted, ramp, strict=True)):
-        inputs = step_inputs(num_microbatches * MICROBATCH, step)
+        inputs = step_inputs(plan.global_batch * num_microbatches // plan.microbatches, step)
         count = np.count_nonzero(inputs["target_BL"] >= 0)
         # Parameters of later steps are as near as roundings of moments leave them.
         rtol = ROUNDED_RTOL[moments] if step else RTOL

@@ -553,8 +553,8 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_p
             with (checkpoints / "filler").open("wb") as file:
                 file.write(bytes(shutil.disk_usage(checkpoints).free - 100_000))
             assert job.end() == 75, job.output
-        assert job.output.count("warning: no checkpoint after step ") == 2
-        assert job.output.count("No space left on device") == 3  # and the error
+        assert (count := job.output.count("warning: no checkpoint after step ")) >= 2
+        assert job.output.count("No space left on device") == count + 1  # and the error
         assert "Traceback" not in job.output
         (checkpoints / "filler").unlink()
         newest = manifest.newest(run_dir, pytest.fail)

@@ -33,6 +33,8 @@ RUNS = {
     "configs/runs/quickstart": TEXT,
     "configs/runs/small_llama": TOKENS,
     "configs/runs/llama3_1_8b": TEXT,
+    "configs/runs/islands": TEXT,
+    "configs/runs/small_experts": TEXT,
     "RUN": TOKENS,
 }
 TWO_CLUSTERS = (CHECKOUT / "configs/topologies/two_cpus.yaml").read_text()
