@@ -16,7 +16,6 @@ import itertools
 import json
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,14 +113,19 @@ class Mirror:
             if self.read(name) != content:  # an answer may have been lost, and it was tried again
                 raise
 
-    def _put_file(self, path: Path, name: str) -> None:
+    def _put_file(
+        self, path: Path, name: str, advance: Callable[[], object] = lambda: None
+    ) -> None:
         """Copies a file, some blocks in memory at a time; the object appears when it is whole."""
         size = path.stat().st_size
         block = max(BLOCK_BYTES, -(-size // MOST_BLOCKS // 2**18) * 2**18)
         with self._telling(name), contextlib.ExitStack() as stack:
             file = stack.enter_context(path.open("rb"))
             target = self._store.open(self._at(name), "wb", block_size=block)
-            shutil.copyfileobj(file, stack.enter_context(target), BLOCK_BYTES)
+            target = stack.enter_context(target)
+            while content := file.read(BLOCK_BYTES):
+                target.write(content)
+                advance()
 
     def _listed(self, name: str) -> dict[str, int]:
         """The objects below a name, as files of the run folder, with their bytes."""
@@ -204,8 +208,16 @@ class Mirror:
             whole[part] = whole.get(part, True) and is_there
         return [part for part, is_whole in whole.items() if is_whole]
 
-    def upload(self, folder: Path, step: int, files: manifest.Files) -> None:
+    def upload(
+        self,
+        folder: Path,
+        step: int,
+        files: manifest.Files,
+        advance: Callable[[], object] = lambda: None,
+    ) -> None:
         """Brings parts of a checkpoint there, which are durable when this returns.
+
+        `advance` is called with each block, from several threads.
 
         Raises FileExistsError where a checkpoint of this step is there, and as `check`.
         """
@@ -217,7 +229,7 @@ class Mirror:
             self._remove(self._listed(stores.name_in(step, part)))
         with ThreadPoolExecutor(THREADS) as pool:
             names = [stores.name_in(step, file) for file in files]
-            list(pool.map(lambda name: self._put_file(folder / name, name), names))
+            list(pool.map(lambda name: self._put_file(folder / name, name, advance), names))
         if missing := set(parts) - set(self.held(step, files)):
             where = f"{self.url}/{stores.name_in(step, min(missing))}"
             raise OSError(errno.EIO, "is not there in its size after it was written", where)
@@ -249,18 +261,19 @@ class Mirror:
                     self._put_file(folder / name, name)
                     self._published[name] = version
 
-    def follow(self, folder: Path, last: int) -> None:
-        """Removes what the run folder has not kept, up to a step; does not wait."""
-        self._follower.submit(self._tell, lambda: self._follow(folder, last))
+    def follow(self, folder: Path, steps: Collection[int], last: int) -> None:
+        """Removes what the launcher has not kept, of whose steps `steps` are; does not wait."""
+        self._follower.submit(self._tell, lambda: self._follow(folder, steps, last))
 
     def take(self, step: int, text: str) -> None:
         """Writes a manifest that the launcher has committed; does not wait."""
         name = stores.name_in(step, manifest.MANIFEST)
         self._follower.submit(self._tell, lambda: self.put(name, text.encode()))
 
-    def _follow(self, folder: Path, last: int) -> None:
+    def _follow(self, folder: Path, steps: Collection[int], last: int) -> None:
         self._publish(folder)
-        self.keep(stores.committed_steps(folder), last)
+        if steps:
+            self.keep(steps, last)
 
     def _tell(self, do: Callable[[], object]) -> None:
         try:

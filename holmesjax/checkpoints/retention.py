@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from holmesjax.checkpoints import committed, manifest
+from holmesjax.checkpoints import committed, manifest, stores
 from holmesjax.checkpoints.manifest import Move
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.config import CheckpointConfig
@@ -69,7 +69,7 @@ class Retention:
             self._warn(f"warning: {path} cannot be written: {error.strerror}")
         self._remove(lambda: [*self._unfinished(step), *self._superfluous(step), *self._damaged()])
         if self._mirror:
-            self._mirror.follow(self._run_dir, step)
+            self._mirror.follow(self._run_dir, stores.committed_steps(self._run_dir), step)
 
     def _remove(self, find: Callable[[], Iterable[Path]]) -> None:
         failed: list[str] = []

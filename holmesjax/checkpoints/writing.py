@@ -126,6 +126,7 @@ class Writer:
       failed: told why they cannot be written.
       check: called before anything is written; raises where another job owns the run by now.
       mirror: also has parts before `saved` is told of them.
+      advance: called again and again while parts are brought to the mirror.
     """
 
     def __init__(
@@ -136,8 +137,9 @@ class Writer:
         failed: OnFailed,
         check: Callable[[], None] = lambda: None,
         mirror: Mirror | None = None,
+        advance: Callable[[], object] = lambda: None,
     ):
-        self._check, self._mirror = check, mirror
+        self._check, self._mirror, self._advance = check, mirror, advance
         self._run_dir, self._chunks = Path(run_dir), chunks
         self._saved, self._failed = saved, failed
         self._gate = domain.gate("checkpoints")
@@ -207,7 +209,7 @@ class Writer:
             for folder in (path, path.parent):  # the names, too, before the manifest says so
                 whole_files.sync(folder)
             if self._mirror:
-                self._mirror.upload(self._run_dir, step, files)
+                self._mirror.upload(self._run_dir, step, files, self._advance)
         if not self._is_failing:
             self._saved(step, arrays, files)
 

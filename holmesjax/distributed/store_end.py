@@ -144,7 +144,7 @@ class OwnStore:
                 case Keep(steps=steps, last=last, dropped=dropped):
                     lacking = stores.keep(self.folder, steps, last, dropped)
                     if self.mirror:
-                        self.mirror.follow(self.folder, last)
+                        self.mirror.follow(self.folder, steps, last)
                     answer = KeptSteps(lacking=lacking, damaged=self._scrub.all_damaged())
                 case PutManifest(step=step, text=text):
                     self._put(step, text)

@@ -134,8 +134,9 @@ def join_store(
             raise of_system(error) from None
     store.serve()
     store.fetch_run_files()
-    if url and jobs.load_config(folder).run.dir != url:  # else the launcher writes there
-        store.mirror = mirror.of(folder)
+    own = jobs.load_config(folder).run.dir
+    if url and not (places.is_url(own) and places.whole_url(own) == url):
+        store.mirror = mirror.of(folder)  # else the launcher writes there
     return store
 
 
@@ -301,6 +302,7 @@ class Worker:
                     self._send_unsaved,
                     self._fence(epoch),
                     self._begin_mirror(epoch),
+                    member.advance,
                 ),
             )
             member.send(Up())

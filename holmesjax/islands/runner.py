@@ -269,5 +269,5 @@ def make_islands(
         )
         islands[k] = Island(runner, len(own), firsts[k])
     count = len(plan.islands)
-    meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told)
+    meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told, compiled)
     return IslandsRunner(islands, count, meeting, lambda step: meets(step, every, steps), waits_for)

@@ -42,14 +42,25 @@ def plan_islands(
     own = own_config(config, count)
     sizes = trained_sizes(config.model)
     owner = owners(sizes, count)
-    islands = []
-    for k, clusters in enumerate(names):
-        found = _on(topology, plan_one(own, part_of(topology, clusters)), clusters)
+
+    def make(settings: Config, k: int) -> Plan:
+        found = _on(topology, plan_one(settings, part_of(topology, names[k])), names[k])
         _refuse_shared_table(config, found, k)
         owned = {name for name, island in owner.items() if island == k}
         stages = tuple(_with_outer(stage, owned, sizes) for stage in found.stages)
-        _refuse_full(stages, topology, usable_memory)
-        islands.append(replace(found, stages=stages))
+        return replace(found, stages=stages)
+
+    parallel, islands = own.parallel, []
+    # A search lets as few layers compute again as memory holds, without what meetings need of it.
+    full = replace(own, parallel=replace(parallel, activation_checkpointing="full"))
+    is_set = parallel.activation_checkpointing or parallel.recomputed_layers
+    for k in range(count):
+        island = make(own, k)
+        if not is_set and _excess(island, topology, usable_memory):
+            island = make(full, k)
+        if error := _excess(island, topology, usable_memory):
+            raise error
+        islands.append(island)
     sent = meeting_bytes(sizes, count)
     seconds = _seconds(topology, names, sent)
     slowest = max(islands, key=lambda plan: plan.step_time_s)
@@ -166,17 +177,19 @@ def _layer(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _refuse_full(stages: Sequence[StagePlan], topology: Topology, usable_memory: float) -> None:
-    for stage in stages:
+def _excess(island: Plan, topology: Topology, usable_memory: float) -> PlanError | None:
+    """The error of the first stage that has no room for what its island owns; None if all have."""
+    for stage in island.stages:
         room = usable_memory * min(topology.node(n).device.memory_bytes for n in stage.nodes)
         needed = sum(stage.memory_bytes.values())
         if needed > room:
-            raise PlanError(
+            return PlanError(
                 f"cluster {stage.cluster}",
                 "has no room for what islands keep between meetings",
                 found=f"{show(needed, 'B')} of {show(room, 'B')} a device",
                 fix="use more microbatches, or islands of more devices",
             )
+    return None
 
 
 def _seconds(topology: Topology, names: Sequence[Sequence[str]], sent: Sequence[int]) -> float:

@@ -29,11 +29,16 @@ parallel: {{stages: 2, microbatches: 2, schedule: 1f1b}}
 """
 TEXT = "{corpus: texts, validation_fraction: 0.2}"
 TOKENS = "{source: tokens, corpus: tokens.npy, tokenizer: tokenizers/web, validation_fraction: 0.2}"
+ISLANDS = """
+parallel:
+  across: local_updates
+  every: 2
+"""
 RUNS = {
     "configs/runs/quickstart": TEXT,
     "configs/runs/small_llama": TOKENS,
     "configs/runs/llama3_1_8b": TEXT,
-    "configs/runs/islands": TEXT,
+    "configs/runs/islands": TEXT + ISLANDS,
     "configs/runs/small_experts": TEXT,
     "RUN": TOKENS,
 }

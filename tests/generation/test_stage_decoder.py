@@ -66,9 +66,9 @@ def test_stages_draw_the_tokens_of_one_device_and_hold_their_layers_alone():
     known = {c.name: c for c in crossings(plan, num_rows=2, **settings)}
     found, changed = {}, threading.Condition()
 
-    def value(layer, name, box):
+    def value(parameter, layer, box):
         array = params[layer]
-        for part in name.split("/"):
+        for part in parameter.name.split("/"):
             array = array[part]
         return np.asarray(array)[tuple(slice(*ends) for ends in box)]
 

@@ -299,9 +299,10 @@ def jobs_of_any_shape(draw):
 def test_ways_cover_every_node_fabric_and_direction_and_grow_with_the_nodes(shape):
     """Against all pairs of processes that may talk."""
     processes, topology, homes, is_tied = shape
+    pipeline = SimpleNamespace(chunks=[(home, ()) for home in homes], stages=[])
     job = SimpleNamespace(
         topology=topology,
-        plan=SimpleNamespace(chunks=[(home, ()) for home in homes]),
+        plan=SimpleNamespace(pipelines=[pipeline]),
         config=SimpleNamespace(
             distributed=SimpleNamespace(processes="node"),
             model=SimpleNamespace(tied_embeddings=is_tied),
