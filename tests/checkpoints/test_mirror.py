@@ -78,6 +78,18 @@ def save(folder, found, step, *, until="end"):
         committed.note(folder, step)
 
 
+def test_a_store_keeps_what_the_launcher_has_and_its_own_folder_does_not_know_yet(machine):
+    run_folder, url = machine
+    found = start(folder := run_folder("here"), url)
+    for step in (1, 2, 3):
+        save(folder, found, step, until="end" if step == 1 else "manifest")
+    found.follow(folder, [1, 3], 3)  # before the manifest of step 3 has come
+    found.follow(folder, [], 3)
+    found.close()
+    parts = [found.held(step, {name: facts(x) for name, x in FILES.items()}) for step in (1, 2, 3)]
+    assert parts == [["part_0", "part_1"], [], ["part_0", "part_1"]]
+
+
 def fetch(folder, step, say=lambda line: None):
     found = manifest.at(manifest.folder_of(folder, step))
     parts = {manifest.part_of(name) for name in FILES}
@@ -216,10 +228,10 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     undisturbed = Trainer(run_file, settings).train()
     upload = Mirror.upload
 
-    def fail_once(self, run_dir, step, files):
+    def fail_once(self, run_dir, step, *more):
         if step == 2:
             raise OSError(errno.EIO, "no answer", url)
-        upload(self, run_dir, step, files)
+        upload(self, run_dir, step, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(Mirror, "upload", fail_once)

@@ -25,20 +25,17 @@ data: {data}
 train: {{steps: 2, global_batch: 4, log_every_s: 0, eval_batches: 1}}
 log: {{report: false, tensorboard: false}}
 optimizer: {{learning_rate: 3.0e-3}}
-parallel: {{stages: 2, microbatches: 2, schedule: 1f1b}}
+parallel: {{{parallel}}}
 """
+PIPELINE = "stages: 2, microbatches: 2, schedule: 1f1b"
+ISLANDS = "across: local_updates, every: 2"
 TEXT = "{corpus: texts, validation_fraction: 0.2}"
 TOKENS = "{source: tokens, corpus: tokens.npy, tokenizer: tokenizers/web, validation_fraction: 0.2}"
-ISLANDS = """
-parallel:
-  across: local_updates
-  every: 2
-"""
 RUNS = {
     "configs/runs/quickstart": TEXT,
     "configs/runs/small_llama": TOKENS,
     "configs/runs/llama3_1_8b": TEXT,
-    "configs/runs/islands": TEXT + ISLANDS,
+    "configs/runs/islands": TEXT,
     "configs/runs/small_experts": TEXT,
     "RUN": TOKENS,
 }
@@ -188,7 +185,8 @@ def world(tmp_path, monkeypatch):
     for name, data in RUNS.items():
         path = tmp_path / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(RUN.format(name=path.stem, data=data))
+        parallel = ISLANDS if path.stem == "islands" else PIPELINE
+        path.write_text(RUN.format(name=path.stem, data=data, parallel=parallel))
     for name, topology in TOPOLOGIES.items():
         path = tmp_path / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)

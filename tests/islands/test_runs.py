@@ -16,10 +16,13 @@ from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
+from holmesjax.planner.islands import own_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
+from holmesjax.planner.planner import make_plan
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
+from tests.clusters import make_cluster, make_config, make_topology
 from tests.diloco import diloco
 
 RUN = "configs/runs/quickstart.yaml"
@@ -170,6 +173,18 @@ def test_the_plan_says_islands_bytes_and_seconds():
     assert plan.step_time_s == pytest.approx(slowest_s + least_s / 2)
     with pytest.raises(HolmesError, match="meeting must have the bytes of each island"):
         Plan.from_json(dataclasses.replace(plan, meeting=None).to_json())
+
+
+def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():
+    """Without meetings fewer layers would, as many as fill the memory."""
+    clusters = [make_cluster(name, "infiniband", (1,), memory_gib=5.0) for name in ("a", "b")]
+    parallel = {"across": "local_updates", "every": 10, "microbatches": 1}
+    model = {"num_layers": 8, "width": 1024, "context_length": 1024}
+    config = make_config(model=model, parallel=parallel, train={"global_batch": 16})
+    plan = make_plan(config, make_topology(*clusters))
+    assert [island.recomputed_layers for island in plan.islands] == [(), ()]
+    assert {island.activation_checkpointing for island in plan.islands} == {"full"}
+    assert make_plan(own_config(config, 2), make_topology(clusters[0])).recomputed_layers == (1,)
 
 
 def test_islands_are_explained_beside_a_pipeline():
