@@ -144,10 +144,14 @@ class Mirror:
 
     # ---- whose it is ---------------------------------------------------------------------------
 
-    def begin(self, start: str) -> None:
-        """Makes it that of one start of the run, by its name, as `stores.begin`."""
+    def begin(self, start: str, *, writes: bool = True) -> None:
+        """Makes it that of one start of the run, by its name, as `stores.begin`.
+
+        Of several processes with one folder, one `writes`; the others know whose it is.
+        """
         self._start = start
-        self.put(stores.OWNER, json.dumps({"start": start}).encode())
+        if writes:
+            self.put(stores.OWNER, json.dumps({"start": start}).encode())
 
     def check(self) -> None:
         """Raises LostLeaseError if another start has begun since."""
@@ -274,6 +278,10 @@ class Mirror:
         self._publish(folder)
         if steps:
             self.keep(steps, last)
+        for step in steps:  # that could not be written at the time
+            path = manifest.folder_of(folder, step) / manifest.MANIFEST
+            if path.is_file() and not self._has(name := stores.name_in(step, manifest.MANIFEST)):
+                self.put(name, path.read_bytes(), replaces=False)
 
     def _tell(self, do: Callable[[], object]) -> None:
         try:
@@ -319,7 +327,10 @@ class Mirror:
                 write_whole(path / manifest.MANIFEST, content)
 
     def _pull_file(self, folder: Path, name: str) -> None:
-        path = folder / name if name in RUN_FILES else stores.place_of(folder, name)
+        try:
+            path = folder / name if name in RUN_FILES else stores.place_of(folder, name)
+        except ValueError:  # somebody else has put it there
+            return
         content = self.read(name)
         if content is not None and (not path.is_file() or path.read_bytes() != content):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -461,14 +461,14 @@ class Worker:
         """The copy of the run folder in an object store, where this process writes there."""
         run_dir, store = self._job.run_dir, self._store
         found = store.mirror if store and store.mirror else mirror.of(run_dir)
-        if found is None or not self._me.leads:
+        if found is None:
             return None
         home = store.launchers if store else stores.known_identifier(run_dir)
         try:
-            found.begin(stores.start_name(str(home), epoch))
+            found.begin(stores.start_name(str(home), epoch), writes=self._me.leads)
         except OSError as error:
             raise of_system(error) from None
-        return found
+        return found if self._me.leads else None
 
     def _checkpoint(self, step: int, chunks: Sequence[Chunk]) -> Checkpoint | None:
         """Returns the checkpoint after that step; None for step 0, unless weights were imported.

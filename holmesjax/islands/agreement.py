@@ -1,7 +1,7 @@
 """Whether islands agree after a meeting, and which of them does not. No JAX.
 
 Owners have the global weights. An island whose weights have another digest than its owner's is the
-one that differs, whichever it is: no majority is needed.
+one that differs. If several others differ alike, the owner does: what it holds is not what it sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,20 @@ def compare(step: int, islands: Sequence[Digests]) -> None:
       islands: the digests of each.
     """
     owned = {name: digest for island in islands for name, digest in island.owned.items()}
+    owner = {name: k for k, island in enumerate(islands) for name in island.owned}
     for k, island in enumerate(islands):
         unlike = [name for name, digest in island.weights.items() if digest != owned[name]]
         if unlike:
             name = unlike[0]
+            others = [x.weights[name] for n, x in enumerate(islands) if n != owner[name]]
+            is_owner = len(others) > 1 and len(set(others)) == 1
             raise PeerError(
-                f"island {k}",
-                f"has other weights than the owners after the meeting of step {step}",
-                found=f"{len(unlike)} of {len(owned)} parameters differ: {name} has the digest "
-                f"{island.weights[name]}, not {owned[name]}",
+                f"island {owner[name] if is_owner else k}",
+                f"has other weights than the {'others' if is_owner else 'owners'} after the "
+                f"meeting of step {step}",
+                found=f"{len(unlike)} of {len(owned)} parameters differ: the digest of {name} is "
+                f"{island.weights[name]} in island {k}, and {owned[name]} in what island "
+                f"{owner[name]} owns",
                 fix="start again from the last checkpoint; look at the memory of its devices",
             )
 

@@ -232,7 +232,8 @@ def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
 def _num_stages(config: Config) -> int | None:
     """The number of stages that the config sets; None if it sets none."""
     parallel = config.parallel
-    return len(given) if (given := parallel.layers or parallel.clusters) else parallel.stages
+    given = parallel.layers or parallel.clusters or parallel.recomputed_layers
+    return len(given) if given else parallel.stages
 
 
 def _refuse_number_of_stages(config: Config, topology: Topology) -> None:

@@ -10,7 +10,7 @@ import pytest
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import PeerError
-from holmesjax.islands.agreement import Agreement, Digests
+from holmesjax.islands.agreement import Agreement, Digests, compare
 from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meeting_bytes, outer_step
 from holmesjax.runtime.chunk import ChunkState
@@ -138,6 +138,12 @@ def test_stages_agree_once_all_have_told():
         agreement.take(step, 2, Digests({"a": digest, "b": "2"}, {"a": "1"}))
         if step == 2:
             agreement.take(step, 0, stages[0])
-    with pytest.raises(PeerError, match="a has the digest 7, not 1") as error:
+    with pytest.raises(
+        PeerError, match="of a is 7 in island 1, and 1 in what island 1 owns"
+    ) as error:
         agreement.take(4, 0, stages[0])
     assert error.value.where == "island 1"
+    others = [Digests({"a": "1"}, {})] * 2
+    with pytest.raises(PeerError, match="other weights than the others") as error:
+        compare(6, [*others, Digests({"a": "7"}, {"a": "7"})])
+    assert error.value.where == "island 2"

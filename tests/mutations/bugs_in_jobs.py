@@ -252,7 +252,7 @@ JOBS = (
     Bug(
         name="counts-before-it-is-in-the-store",
         module="holmesjax.checkpoints.writing",
-        old="self._mirror.upload(self._run_dir, step, files)",
+        old="self._mirror.upload(self._run_dir, step, files, self._advance)",
         new="pass",
         wrong="a checkpoint counts whose parts never came to its URL",
         tests=(

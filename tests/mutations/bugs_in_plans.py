@@ -105,8 +105,8 @@ PLANS = (
     Bug(
         name="stale-seconds",
         module="holmesjax.planner.problem",
-        old="key = blocks, is_split\n",
-        new="key = blocks, False\n",
+        old="key = blocks, is_split, recomputed\n",
+        new="key = blocks, False, recomputed\n",
         wrong="a stage keeps the seconds of whole backwards where they are split, or the other way",
         tests=(
             "tests/planner/test_planner.py::test_a_backward_takes_as_long_in_one_piece_as_in_two_whichever_is_asked_for_first",
