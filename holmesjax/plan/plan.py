@@ -513,7 +513,7 @@ def _details(stage: StagePlan) -> list[str]:
     total = show(sum(stage.memory_bytes.values()), "B")
     seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
     if stage.logit_bytes is not None:
-        largest += f"; the loss has {show(stage.logit_bytes, 'B')} of logits at a time"
+        cut += f", {show(stage.logit_bytes, 'B')} of logits at a time"
     details = {
         "mesh": " x ".join(axes) + cut,
         "memory": f"{total} a device: {largest}",

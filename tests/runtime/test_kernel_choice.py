@@ -34,7 +34,8 @@ def stage_on(device, number, **changes):
     told = {
         "model": config.model,
         "plan": SimpleNamespace(
-            chunks=chunks, stages=2 * [SimpleNamespace(sequence_parallel=False)]
+            chunks=chunks,
+            stages=2 * [SimpleNamespace(sequence_parallel=False, logit_bytes=None)],
         ),
         "index": number,
         "mesh": mesh,
