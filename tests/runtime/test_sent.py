@@ -57,8 +57,10 @@ def gathers_otherwise(programs) -> bool:
 def shape_of(chunk) -> StageShape:
     data, parts = chunk.num_replicas, chunk.num_parts
     size = lambda axis: chunk.mesh.shape.get(axis, 1)
+    blocks = set(chunk.layers) - {EMBED, HEAD}
     return StageShape(
-        blocks=(len(set(chunk.layers) - {EMBED, HEAD}),),
+        blocks=(len(blocks),),
+        recomputed=(sum(chunk.plan.policy_of(layer) != "none" for layer in blocks),),
         is_first=chunk.is_first,
         is_last=chunk.is_last,
         data=data,
