@@ -20,6 +20,7 @@ from kernels.attention.shards import Shards, on_shards
 from kernels.expert_slots import slots_of_each
 from kernels.experts import (
     Static,
+    dims_of_arguments,
     from_slots,
     in_capacity,
     local_experts,
@@ -56,8 +57,8 @@ def experts_feed_forward(
     Products are in the dtype of x, gradients of weights in that of the weight, summed in float32.
     The gradient of an expert without a token is zero. Choices of a token are added up in float32,
     in their order. The backward keeps the arguments of the activation and computes the rest again.
-    Where devices share experts, it keeps the arguments of this function alone, exchanges tokens
-    again and computes all products again.
+    The backward of devices that share experts keeps the arguments of this function alone, exchanges
+    tokens again and computes all products again.
 
     Args:
       activation: a name of `kernels.linear.ACTIVATIONS`.
@@ -88,14 +89,13 @@ def _exchanged(
 
 
 def _forward(static: Static, *arrays: Any) -> tuple[jax.Array, tuple]:
-    run = on_shards(
-        functools.partial(_local_forward, static), static.shards, _dims(static, arrays[3]), "BLd"
-    )
+    local = functools.partial(_local_forward, static)
+    run = on_shards(local, static.shards, dims_of_arguments(arrays[3]), "BLd")
     return run(*arrays), arrays
 
 
 def _backward(static: Static, saved: tuple, dy_BLD: jax.Array) -> tuple:
-    ins = _dims(static, saved[3])
+    ins = dims_of_arguments(saved[3])
     # Devices that share sequences but no experts have sums of their own, which XLA adds up.
     outs = "BLd", "BLk", ("NEdF",) * len(saved[3]), "NEFd"
     run = on_shards(functools.partial(_local_backward, static), static.shards, (*ins, "BLd"), outs)
@@ -105,10 +105,6 @@ def _backward(static: Static, saved: tuple, dy_BLD: jax.Array) -> tuple:
 
 
 _exchanged.defvjp(_forward, _backward)
-
-
-def _dims(static: Static, w_in: tuple[jax.Array, ...]) -> tuple:
-    return "BLd", "BLk", "BLk", ("EdF",) * len(w_in), "EFd"
 
 
 def _local_forward(
@@ -231,7 +227,7 @@ def _own_experts(
 ) -> jax.Array:
     """The results of the experts of this device for the rows that came, [R, D].
 
-    Of devices that share the width of experts, each has its part of a sum.
+    A device that shares the width of experts has its part of a sum.
     """
     each = static.num_experts // static.num_devices
     own = Static(static.activation, each, None, None)

@@ -106,6 +106,11 @@ class Static(NamedTuple):
         return dict(self.shards.axes_of)["E"][0]
 
 
+def dims_of_arguments(w_in: tuple[jax.Array, ...]) -> tuple:
+    """The dims of tokens, choices, their weights, `w_in` and `w_out`, for `on_shards`."""
+    return "BLd", "BLk", "BLk", ("EdF",) * len(w_in), "EFd"
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def local_experts(
     static: Static,
@@ -134,9 +139,9 @@ def _forward(
     w_in: tuple[jax.Array, ...],
     w_out: jax.Array,
 ) -> tuple[jax.Array, tuple]:
-    ins = "BLd", "BLk", "BLk", ("EdF",) * len(w_in), "EFd"
     outs = "BLd", "BLk", "B", ("BF",) * len(w_in)
-    run = on_shards(functools.partial(_local_forward, static), static.shards, ins, outs)
+    local = functools.partial(_local_forward, static)
+    run = on_shards(local, static.shards, dims_of_arguments(w_in), outs)
     y_BLD, slot_BLk, expert_n, inner = run(x_BLD, choice_BLk, weight_BLk, w_in, w_out)
     return y_BLD, (x_BLD, slot_BLk, weight_BLk, expert_n, inner, w_in, w_out)
 

@@ -78,7 +78,7 @@ def fetch(
 def urls_of(checkpoint: Checkpoint) -> dict[str, str]:
     """The parts of a checkpoint that are in object stores, with the URLs of their run folders."""
     known = checkpoint.manifest.get("stores", {})
-    return {part: x["folder"] for part, x in known.items() if places.is_url(x["folder"])}
+    return {part: url for part, x in known.items() if (url := places.whole_url(x["folder"]))}
 
 
 def held_at_urls(checkpoint: Checkpoint) -> set[str]:
@@ -87,14 +87,14 @@ def held_at_urls(checkpoint: Checkpoint) -> set[str]:
     urls, files = urls_of(checkpoint), checkpoint.manifest["files"]
     for url in dict.fromkeys(urls.values()):
         with contextlib.suppress(OSError, HolmesError):
-            held = Mirror(places.whole_url(url)).held(checkpoint.step, files)
+            held = Mirror(url).held(checkpoint.step, files)
             found |= {part for part in held if urls.get(part) == url}
     return found
 
 
 @contextlib.contextmanager
 def _of_url(url: str) -> Iterator[Read]:
-    yield Mirror(places.whole_url(url)).read_piece
+    yield Mirror(url).read_piece
 
 
 def _fetch_part(

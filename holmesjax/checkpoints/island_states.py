@@ -15,7 +15,7 @@ Clusters = tuple[str, ...]  # of an island, each once
 
 def clusters_of(plan: Plan) -> tuple[Clusters, ...]:
     """The clusters of each island of a plan; none where it is one pipeline."""
-    return tuple(_each_once(stage.cluster for stage in own.stages) for own in plan.islands)
+    return tuple(_each_once(stage.cluster for stage in island.stages) for island in plan.islands)
 
 
 def written(checkpoint: Checkpoint) -> tuple[Clusters, ...]:
@@ -58,8 +58,8 @@ def is_between_meetings(checkpoint: Checkpoint) -> bool:
     arrays = checkpoint.manifest["arrays"]
     islands = range(len(written(checkpoint)))
     return any(
-        arrays[f"island_{k}.{name}"]["digest"] != own["digest"]
-        for name, own in arrays.items()
+        arrays[f"island_{k}.{name}"]["digest"] != array["digest"]
+        for name, array in arrays.items()
         if name.startswith("params.")
         for k in islands
     )
@@ -73,10 +73,10 @@ def describe(checkpoint: Checkpoint, new: Sequence[Clusters]) -> list[str]:
     lines = ["  islands     other ones have written it; those here begin with the global weights"]
     if is_between_meetings(checkpoint):
         lines[0] += ", for which they meet once more"
-    for number, own in enumerate(new or [()]):
-        found = sources(old, own)
-        who = f"island {number} ({', '.join(own)})" if own else "the pipeline"
-        names = [f"({', '.join(old[k])})" for k in found]
-        means = "the moments" if len(found) == 1 else "the mean of the moments"
+    for number, clusters in enumerate(new or [()]):
+        islands = sources(old, clusters)
+        who = f"island {number} ({', '.join(clusters)})" if clusters else "the pipeline"
+        names = [f"({', '.join(old[k])})" for k in islands]
+        means = "the moments" if len(islands) == 1 else "the mean of the moments"
         lines.append(f"              {who} goes on with {means} of {', '.join(names)}")
     return lines

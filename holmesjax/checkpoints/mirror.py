@@ -147,7 +147,7 @@ class Mirror:
     def begin(self, start: str, *, writes: bool = True) -> None:
         """Makes it that of one start of the run, by its name, as `stores.begin`.
 
-        Of several processes with one folder, one `writes`; the others know whose it is.
+        One of the processes of a folder `writes`; the others know whose it is.
         """
         self._start = start
         if writes:
@@ -369,9 +369,9 @@ def bring(place: str, say: Callable[[str], object]) -> Path:
     `open_run`.
     """
     folder = places.folder_of(place)
-    if places.is_url(place):
+    if url := places.whole_url(place):
         try:
-            is_there = Mirror(places.whole_url(place))._has("config.yaml")
+            is_there = Mirror(url)._has("config.yaml")
         except OSError as error:
             raise of_system(error) from None
         if not is_there:
@@ -390,8 +390,7 @@ def open_run(place: str | Path, lease: Lease, say: Callable[[str], object]) -> N
     Raises PeerError if the store cannot be reached, and HolmesError for what cannot be.
     """
     folder = places.folder_of(place)
-    url = places.whole_url(place) if places.is_url(place) else places.url_of(folder)
-    if url is None:
+    if (url := places.whole_url(place) or places.url_of(folder)) is None:
         return
     mirror = Mirror(url, say)
     try:

@@ -31,7 +31,7 @@ def has_experts(kind: Kind) -> bool:
 
 def expert_numbers(kind: Kind, tensor: Sizes = 1) -> Sizes:
     """Numbers of the weights of all experts of a layer, on each of `tensor` devices."""
-    return sum(own.size(1) for own in kind.parameters if own.is_of_experts) // tensor
+    return sum(weight.size(1) for weight in kind.parameters if weight.is_of_experts) // tensor
 
 
 def choices(model: ModelConfig, kind: Kind) -> int:

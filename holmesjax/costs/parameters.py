@@ -98,7 +98,7 @@ def _layer_extents(model: ModelConfig) -> tuple[_LayerExtents, ...]:
             borrowed=Extent.of(parameter for _, parameter in _borrowed(model, kind)),
             coded=Extent.of(_coded(kind)),
             of_experts=Extent.of(_of_experts(kind)),
-            trained_experts=Extent.of(own for own in _of_experts(kind) if own.trains),
+            trained_experts=Extent.of(weight for weight in _of_experts(kind) if weight.trains),
         )
         for kind in kinds(model).in_order
     )

@@ -96,8 +96,7 @@ def work(
     die_with(env.get("HOLMES_PARENT"))
     connections.raise_open_files()
     folder = places.folder_of(run_dir)
-    url = places.whole_url(run_dir) if places.is_url(run_dir) else None
-    store = join_store(folder, env, environment, url)
+    store = join_store(folder, env, environment, places.whole_url(run_dir))
     saved, kind = jobs.load_saved(folder), kind or Worker
     job = saved if kind.trains else saved.generating
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
@@ -134,8 +133,7 @@ def join_store(
             raise of_system(error) from None
     store.serve()
     store.fetch_run_files()
-    own = jobs.load_config(folder).run.dir
-    if url and not (places.is_url(own) and places.whole_url(own) == url):
+    if url and places.whole_url(jobs.load_config(folder).run.dir) != url:
         store.mirror = mirror.of(folder)  # else the launcher writes there
     return store
 

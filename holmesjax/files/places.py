@@ -64,15 +64,14 @@ def mistake_in_run_dir(place: str) -> str:
     return "" if place.startswith("/") else "must be a whole path, from / on"
 
 
-def whole_url(place: str | Path) -> str:
-    """A URL with both of its slashes, and without one at its end.
+def whole_url(place: str | Path) -> str | None:
+    """A URL with both of its slashes, and without one at its end; None for a folder.
 
-    >>> whole_url(Path("s3://b/x/"))
-    's3://b/x'
+    >>> whole_url(Path("s3://b/x/")), whole_url("runs/x")
+    ('s3://b/x', None)
     """
     match = _URL.fullmatch(str(place))
-    assert match, place
-    return f"{match[1]}://{match[2].rstrip('/')}"
+    return f"{match[1]}://{match[2].rstrip('/')}" if match else None
 
 
 def folder_of(place: str | Path, env: Mapping[str, str] = os.environ) -> Path:
@@ -85,9 +84,9 @@ def folder_of(place: str | Path, env: Mapping[str, str] = os.environ) -> Path:
     >>> folder_of("runs/x")
     PosixPath('runs/x')
     """
-    if not is_url(place):
+    if (url := whole_url(place)) is None:
         return Path(place)
-    if problem := mistake_in(url := whole_url(place)):
+    if problem := mistake_in(url):
         fix = "write s3://BUCKET/NAME or gs://BUCKET/NAME, with letters, digits and ._=@+-"
         raise HolmesError(str(place), "is no run folder in a store", found=problem, fix=fix)
     scheme, _, rest = url.partition("://")

@@ -67,7 +67,7 @@ def joined(
     names = [name for name, tensor in found.items() if tensor.dtype == CODES]
     for name in names:
         codes, scales = found[name], found.get(name + SUFFIX)
-        wanted = [-(-size // own) for size, own in zip(codes.shape, block, strict=False)]
+        wanted = [-(-size // width) for size, width in zip(codes.shape, block, strict=False)]
         shown = "none" if scales is None else f"{list(scales.shape)} {scales.dtype}"
         if scales is None or len(codes.shape) != 2 or list(scales.shape) != wanted:
             problem = f"must have a tensor {name}{SUFFIX} {wanted}, a scale for each block"

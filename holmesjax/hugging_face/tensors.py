@@ -207,8 +207,9 @@ def places(model: ModelConfig, family: str) -> dict[str, dict[str, tuple[Place, 
     """The places of each parameter by layer and name, in the order of the tensors.
 
     Every parameter of the model has one: `config_json` refuses models that a family cannot hold.
-    Where each expert has a tensor, there is a place for each of them in order. Parameters that a
-    step changes without training them belong to a run, and have none, but for biases of experts.
+    A parameter of experts has a place for each of them in order, if each has a tensor. Parameters
+    that a step changes without training them belong to a run, and have none, but for biases of
+    experts.
 
     >>> model = ModelConfig(num_layers=1, width=8, num_heads=2, context_length=4, norm="rms_norm")
     >>> [place] = places(model, "llama")["block_000"]["out_HKD"]
@@ -223,8 +224,8 @@ def places(model: ModelConfig, family: str) -> dict[str, dict[str, tuple[Place, 
         table = names.ends if is_end else names.blocks
         if kind.name == EXPERT_BLOCK:
             table = {**table, **names.experts}
-        stated = [own for own in kind.parameters if not own.changes or own.name in table]
-        found[layer] = _places({own.name: own for own in stated}, table, prefix)
+        stated = [x for x in kind.parameters if not x.changes or x.name in table]
+        found[layer] = _places({x.name: x for x in stated}, table, prefix)
     return found
 
 
@@ -233,7 +234,9 @@ def shapes_of(
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor by name, in order."""
     layers = places.values()
-    return {place.tensor: place.shape for own in layers for each in own.values() for place in each}
+    return {
+        place.tensor: place.shape for layer in layers for some in layer.values() for place in some
+    }
 
 
 def adapter_places(model: ModelConfig, family: str) -> dict[str, list[Place]]:
@@ -336,7 +339,7 @@ def _places(
             expert=expert,
         )
         found.setdefault(parameter.name, []).append(place)
-    return {name: tuple(own) for name, own in found.items()}
+    return {name: tuple(its_places) for name, its_places in found.items()}
 
 
 def _experts(parameter: Parameter, suffix: str) -> Iterator[tuple[int | None, Parameter]]:

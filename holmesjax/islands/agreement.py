@@ -62,8 +62,8 @@ class Agreement:
         if len(told) < len(self.island_of):
             return
         islands = [Digests({}, {}) for _ in range(1 + max(self.island_of))]
-        for number, own in self._told.pop(step).items():
+        for number, of_stage in self._told.pop(step).items():
             k = self.island_of[number]
             weights, owned = islands[k]
-            islands[k] = Digests({**weights, **own.weights}, {**owned, **own.owned})
+            islands[k] = Digests({**weights, **of_stage.weights}, {**owned, **of_stage.owned})
         compare(step, islands)

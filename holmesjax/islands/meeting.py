@@ -91,7 +91,9 @@ class IslandMeetings:
         Raises PeerError where all islands are here, and one has other weights than the owners.
         """
         self._round += 1
-        of_islands = {k: _arrays([state.params for state in own]) for k, own in states.items()}
+        of_islands = {
+            k: _arrays([state.params for state in island]) for k, island in states.items()
+        }
         for k, arrays in of_islands.items():
             for name, array in arrays.items():
                 if self._owners[name] != k:
@@ -169,7 +171,7 @@ class IslandMeetings:
         weights = [digests.of(flatten(state.params)) for state in states]
         owned = [flatten(state.outer.weights) for state in states if state.outer]
         of_owned = [digests.of(arrays) for arrays in owned if arrays]
-        joined = lambda trees: {name: x for own in trees for name, x in own.items()}
+        joined = lambda trees: {name: x for tree in trees for name, x in tree.items()}
         return joined(weights), joined(of_owned)
 
 

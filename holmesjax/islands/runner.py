@@ -102,7 +102,9 @@ class IslandsRunner:
     ):
         self._islands, self._waits_for = islands, waits_for
         self._meeting, self._meets_after = meeting, meets_after
-        self.placer = IslandsPlacer({k: own.runner.placer for k, own in islands.items()}, count)
+        self.placer = IslandsPlacer(
+            {k: island.runner.placer for k, island in islands.items()}, count
+        )
         self._done = 0  # steps
 
     def init(self, seed: int, drawn: Callable[[], None] = lambda: None) -> list[ChunkState]:
@@ -204,9 +206,9 @@ def _mean(found: Sequence[Metrics]) -> Metrics:
         return found[0]
 
     def here(values: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jax.device_put(own, values[0].sharding) for own in values]
+        return [jax.device_put(value, values[0].sharding) for value in values]
 
-    of = lambda name: here([own[name] for own in found])
+    of = lambda name: here([metrics[name] for metrics in found])
     mean = lambda name: sum(of(name)[1:], of(name)[0]) / len(found)
     is_flag = lambda name: found[0][name].dtype == bool
     means = {
@@ -258,16 +260,16 @@ def make_islands(
     inside = (lambda: transport) if transport else None
     firsts = first_stages(plan)
     islands = {}
-    for k, own in here.items():
+    for k, of_island in here.items():
         runner = make_runner(
             plan.islands[k],
-            own,
+            of_island,
             evaluates=evaluates,
             connect=inside,
             compiled=compiled,
             waits_for=waits_for,
         )
-        islands[k] = Island(runner, len(own), firsts[k])
+        islands[k] = Island(runner, len(of_island), firsts[k])
     count = len(plan.islands)
     meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told, compiled)
     return IslandsRunner(islands, count, meeting, lambda step: meets(step, every, steps), waits_for)

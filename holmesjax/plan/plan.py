@@ -144,7 +144,7 @@ class Plan:
     @property
     def island_of(self) -> tuple[int, ...]:
         """The island of each stage; 0 where the plan has none."""
-        return tuple(k for k, own in enumerate(self.pipelines) for _ in own.stages)
+        return tuple(k for k, pipeline in enumerate(self.pipelines) for _ in pipeline.stages)
 
     @property
     def num_chunks(self) -> int:

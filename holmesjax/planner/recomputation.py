@@ -45,14 +45,23 @@ def refined(problem: Problem, found: Iterable[Candidate]) -> list[Candidate]:
     if parallel.recomputed_layers is not None:
         again, as_found = in_order, []
     else:
-        again = [own for own in in_order if own.settings.checkpointing != "none"][:NUM_REFINED]
+        again = [candidate for candidate in in_order if candidate.settings.checkpointing != "none"][
+            :NUM_REFINED
+        ]
         as_found = in_order  # so that no plan gets slower
-    fewer = sorted((with_fewest(problem, own, [own.assignment]) for own in again), key=by_time)
-    fewer[:NUM_CHANGED] = [_changed(problem, own) for own in fewer[:NUM_CHANGED]]
-    fits = [_in_plain_words(problem, own) for own in fewer if math.isfinite(own.step_s)]
+    fewer = sorted(
+        (with_fewest(problem, candidate, [candidate.assignment]) for candidate in again),
+        key=by_time,
+    )
+    fewer[:NUM_CHANGED] = [_changed(problem, candidate) for candidate in fewer[:NUM_CHANGED]]
+    fits = [
+        _in_plain_words(problem, candidate)
+        for candidate in fewer
+        if math.isfinite(candidate.step_s)
+    ]
     best: dict[tuple[frozenset[Segment], StepSettings], Candidate] = {}
-    for own in sorted([*fits, *as_found], key=by_time):
-        best.setdefault((frozenset(own.assignment.segments), own.settings), own)
+    for candidate in sorted([*fits, *as_found], key=by_time):
+        best.setdefault((frozenset(candidate.assignment.segments), candidate.settings), candidate)
     return list(best.values())
 
 
@@ -71,23 +80,23 @@ def with_fewest(
     settings, order = candidate.settings, candidate.order
     numbers = problem.config.parallel.recomputed_layers
     if settings.checkpointing == "none":
-        own = list(assignments)
+        tried = list(assignments)
     elif numbers is None:
-        own = [_with_fewest(problem, each, settings, order) for each in assignments]
+        tried = [_with_fewest(problem, each, settings, order) for each in assignments]
     else:
-        own = [each._replace(recomputed=numbers) for each in assignments]
-    seconds = step_seconds(problem, own, settings, order)
-    exceed = [any(map(operator.gt, each.recomputed, each.layers)) for each in own]
+        tried = [each._replace(recomputed=numbers) for each in assignments]
+    seconds = step_seconds(problem, tried, settings, order)
+    exceed = [any(map(operator.gt, each.recomputed, each.layers)) for each in tried]
     seconds[exceed] = math.inf
     k = int(np.argmin(seconds))
-    return dataclasses.replace(candidate, assignment=own[k], step_s=float(seconds[k]))
+    return dataclasses.replace(candidate, assignment=tried[k], step_s=float(seconds[k]))
 
 
 def _changed(problem: Problem, candidate: Candidate) -> Candidate:
     """A candidate with other schedules, checkpointing and layers of stages, while these help.
 
-    What suits a stage whose layers all compute again may be too deep, or too uneven, for one in
-    which fewer do.
+    A pipeline that suits stages whose layers all compute again may be too deep, or too uneven, for
+    stages in which fewer do.
     """
     best, left = candidate, EFFORT
     while True:
@@ -156,13 +165,13 @@ def _with_fewest(
 ) -> Assignment:
     """An assignment in which as few of the first layers of each stage compute again as can be.
 
-    Where a stage does not fit even so, all of its layers do.
+    A stage that does not fit even so computes all of its layers again.
     """
     stages = problem.stages(assignment.slots, settings)
     spans = problem.ranges.spans(assignment.layers, order.chunks)
     numbers = [
-        _fewest(problem, stage, own, problem.in_flight(order, place, sum(n for _, n in own)))
-        for place, (stage, own) in enumerate(zip(stages, spans, strict=True))
+        _fewest(problem, stage, span, problem.in_flight(order, place, sum(n for _, n in span)))
+        for place, (stage, span) in enumerate(zip(stages, spans, strict=True))
     ]
     return assignment._replace(recomputed=tuple(numbers))
 

@@ -152,7 +152,7 @@ class StageCosts:
         if where not in self._arranged:
             devices = self.devices(pool, mesh, num_stages, index)
             found = arrangements(pool.paths, devices, mesh.sizes)
-            fast = [own for own in found if not exchanges_slowly(own.groups)]
+            fast = [placement for placement in found if not exchanges_slowly(placement.groups)]
             # Where all are slow, the plan that has one is refused (`refusals`).
             self._arranged[where] = fast or found
         return self._arranged[where]

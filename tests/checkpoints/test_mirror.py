@@ -56,13 +56,17 @@ def facts(content):
     return {"bytes": len(content), "sha256": digest}
 
 
+def facts_of_all():
+    return {name: facts(content) for name, content in FILES.items()}
+
+
 def save(folder, found, step, *, until="end"):
     """Saves as a run does, up to a moment at which it is killed."""
     path = manifest.begin(folder, step)
     for name, content in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
-    files = {name: facts(content) for name, content in FILES.items()}
+    files = facts_of_all()
     if until == "upload":
         found._put_file(path / "part_0/d/large", stores.name_in(step, "part_0/d/large"))
         return
@@ -86,7 +90,7 @@ def test_a_store_keeps_what_the_launcher_has_and_its_own_folder_does_not_know_ye
     found.follow(folder, [1, 3], 3)  # before the manifest of step 3 has come
     found.follow(folder, [], 3)
     found.close()
-    parts = [found.held(step, {name: facts(x) for name, x in FILES.items()}) for step in (1, 2, 3)]
+    parts = [found.held(step, facts_of_all()) for step in (1, 2, 3)]
     assert parts == [["part_0", "part_1"], [], ["part_0", "part_1"]]
 
 
