@@ -395,7 +395,8 @@ class Attempt:
                 self._saves.saved(step, arrays, files, name)
             case Unsaved(step=step, reason=reason):
                 leads = self._processes[number].leads
-                self._saves.failed(step, f"{name} says {reason}", name, counts=leads)
+                why = f"{name} says {reason}" if reason else ""
+                self._saves.failed(step, why, name, counts=leads)
             case Done(step=step):
                 self.done[number] = step
             case Stop(signal=signal_number):

@@ -68,7 +68,7 @@ class Saves:
         self._run_dir, self._num_tellers, self._committed = run_dir, num_tellers, committed
         self._commit, self._retention, self._warn = commit, retention, warn
         self._told: dict[int, _Told] = {}
-        self._failed: set[int] = set()  # steps
+        self._failed: dict[int, str] = {}  # why each step has no checkpoint
         self._failures: list[str] = []  # why, since the last checkpoint
 
     def begun(self, step: int) -> None:
@@ -96,11 +96,13 @@ class Saves:
         """Takes, in one line, why a part cannot be written.
 
         Args:
+          reason: empty where another process of the stage tells it, perhaps later.
           teller: who tells it.
           counts: whether who tells is one of the `num_tellers`.
         """
-        if step not in self._failed:
-            self._failed.add(step)
+        is_first = bool(reason) and not self._failed.get(step)
+        self._failed[step] = self._failed.get(step) or reason
+        if is_first:
             self._failures.append(reason)
             self._last_s = self._clock()
             if len(self._failures) == 1:
@@ -151,8 +153,8 @@ class Saves:
             self._retention.after_failure(step)
         else:
             self._failures.clear()
-            self._committed(step)
             self._retention.after_commit(step)
+            self._committed(step)  # now: stores keep what they find kept here
 
 
 def commit(

@@ -222,6 +222,7 @@ class Writer:
             if self._is_failing:
                 return
             self._is_failing = True
-            self._failed(step, reason(error))
+            is_told = self._gate is not None and self._gate.has_failed()  # by who failed first
+            self._failed(step, "" if is_told else reason(error))
             if self._gate:
                 self._gate.fail()

@@ -140,7 +140,10 @@ class Saved(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Unsaved(Record):
-    """The reason why a part of a checkpoint could not be written."""
+    """The reason why a part of a checkpoint could not be written.
+
+    It is empty where another process of the stage has failed before, and tells it.
+    """
 
     kind = "unsaved"
     step: int

@@ -221,7 +221,7 @@ class Gate:
         num_here = self._client.key_value_increment(here + CAME, 1)
         if num_here == self._num_processes:
             self._open(here, ALL_CAME)
-        elif self._has_failed():
+        elif self.has_failed():
             self._open(here, FAILED)
         while (left_s := deadline_s - time.monotonic()) > 0:
             wait_ms = 1 + int(1000 * min(left_s, SLICE_S))
@@ -244,7 +244,8 @@ class Gate:
             if "ALREADY_EXISTS" not in str(error):
                 raise
 
-    def _has_failed(self) -> bool:
+    def has_failed(self) -> bool:
+        """Whether one has failed in the thing that was begun last."""
         try:
             self._client.key_value_try_get(self._flag)
         except jax.errors.JaxRuntimeError as error:

@@ -164,6 +164,38 @@ def test_one_of_several_processes_of_a_stage_says_so_before_its_leader_does(tmp_
     run.saves.check()
 
 
+@pytest.mark.parametrize("reasons", [["", "no room"], ["no room", ""], ["", "no room", "late"]])
+def test_who_failed_because_another_did_gives_no_reason_whoever_speaks_first(tmp_path, reasons):
+    run = Recording(tmp_path)
+    for i, reason in enumerate(reasons):
+        run.saves.failed(5, reason, counts=i == 0)
+        assert [line.count("no room") for line in run.lines] == [1] * (
+            "no room" in reasons[: i + 1]
+        )
+    run.tell(5, "a")
+    assert run.committed == []
+    with pytest.raises(PeerError, match="no room"):
+        run.saves.check(at_end=True)
+
+
+def test_stores_are_told_of_a_checkpoint_when_what_it_supersedes_is_gone(tmp_path):
+    """They keep the checkpoints that they find here."""
+    seen = []
+    keeps = Retention(
+        tmp_path, CheckpointConfig(keep=1, keep_every_hours=None), Path.rename, pytest.fail
+    )
+    committed = lambda step: seen.append([step for step, _ in manifest.finished(tmp_path)])
+
+    def commit(step, arrays, files):
+        (manifest.folder_of(tmp_path, step) / manifest.MANIFEST).write_text("{}")
+
+    saves = Saves(tmp_path, 1, commit, keeps, pytest.fail, committed)
+    for step in (2, 4):
+        manifest.begin(tmp_path, step)
+        saves.saved(step, {}, {})
+    assert seen == [[2], [4]]
+
+
 def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(tmp_path):
     run = Recording(tmp_path)
     run.full = True

@@ -402,7 +402,7 @@ JOBS = (
     Bug(
         name="a-late-member-passes-a-failure",
         module="holmesjax.runtime.domain",
-        old="elif self._has_failed():",
+        old="elif self.has_failed():",
         new="elif False:",
         wrong="a process that comes to a gate after another has failed waits until its deadline",
         tests=("tests/runtime/test_gate.py::test_a_failure_sends_all_away_who_wait_or_come_later",),
