@@ -14,6 +14,7 @@ from tests.jobs import RunningJob, compiling_as_here, run_launch, write_run
 
 CLUSTERS = {"a": (1,), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=8", "checkpoint.every=2"]
+SETTINGS += ["checkpoint.keep_every_hours=null"]  # so that the first is taken away, everywhere
 
 
 def losses(folder):
