@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from holmesjax.config import Config
 from holmesjax.errors import ConfigError
+from holmesjax.files import schema
 from holmesjax.hugging_face.tensors import FAMILIES
 from holmesjax.topology.fabrics import NETWORKS
 from launch.launchers.table import LAUNCHERS
@@ -162,7 +164,11 @@ def _unknown_option(
     else:
         fix = f"{parser.prog} --help lists the options"
         if "overrides" in args:
-            fix += f"; a setting has no dashes: {option.lstrip('-')}=VALUE"
+            name = option.lstrip("-")
+            names = [f"{section}.{name}" for section in schema.sections_with(Config, name)] or [
+                name
+            ]
+            fix += f"; a setting has no dashes: {' or '.join(names)}=VALUE"
     return ConfigError(args.verb, "has no such option", found=found, fix=fix)
 
 

@@ -89,6 +89,7 @@ MISTAKES = [
         "--train.steps=2",
         "train.steps=VALUE",
     ),
+    ("plan RUN --seed 2", "plan: has no such option", "--seed 2", "train.seed=VALUE"),
     ("train RUN --hots H", "train: has no such option", "--hots H", "did you mean --hosts?"),
     ("train RUN --overrides a=1", "has no such option", "--overrides a=1", "--help lists"),
     ("compare X --plot", "compare: has no such option", "--plot", "--help lists the options"),

@@ -49,7 +49,8 @@ def of(files: TokenizerFiles) -> Converted:
 
 def of_bytes() -> Converted:
     """The tokens of `tokenizer.ByteTokenizer`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    with extra("tokenizers"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {letter: byte for byte, letter in enumerate(_letters())}
     del vocab[_letters()[0]]  # which no text holds

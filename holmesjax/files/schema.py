@@ -216,8 +216,7 @@ class _Reader:
         if (before := key.partition(":")[0]) in _hints(cls):
             return f"write a space behind the colon of `{before}:`"
         name = key.split(".")[-1]
-        homes = [place for place, other in _settings(self.root) if place and other == name]
-        if homes and name not in _hints(cls):
+        if (homes := sections_with(self.root, name)) and name not in _hints(cls):
             return f"write it in section {' or '.join(map(repr, homes))}"
         return near(key, list(_hints(cls)))
 
@@ -234,6 +233,11 @@ def _form(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return "section"
     return "list" if get_origin(hint) is tuple else "leaf"
+
+
+def sections_with(cls: type, name: str) -> list[str]:
+    """The sections of a dataclass, by their dotted names, that have a key."""
+    return [place for place, other in _settings(cls) if place and other == name]
 
 
 def _settings(cls: Any, place: str = "") -> Iterator[tuple[str, str]]:

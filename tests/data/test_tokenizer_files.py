@@ -21,6 +21,7 @@ from holmesjax.config import DataConfig
 from holmesjax.data import (
     corpus_files,
     text,
+    tokenizer_conversions,
     tokenizer_files,
     tokenizer_paths,
     tokenizer_training,
@@ -244,5 +245,6 @@ def test_a_byte_tokenizer_needs_no_file():
 def test_a_folder_with_the_name_of_the_library_is_not_taken_for_it(paths, monkeypatch):
     """Without the library, Python takes a folder `tokenizers` for a package."""
     monkeypatch.setitem(sys.modules, "tokenizers", types.ModuleType("tokenizers"))
-    with pytest.raises(DataError, match="needs the package tokenizers"):
-        tokenizer_files.load(paths / "bpe")
+    for needs_it in (lambda: tokenizer_files.load(paths / "bpe"), tokenizer_conversions.of_bytes):
+        with pytest.raises(DataError, match="needs the package tokenizers"):
+            needs_it()
