@@ -65,7 +65,13 @@ from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import connections
 from launch.failure_causes import LOOK_S, NEWS_S, events_of, find_cause, is_failure
-from launch.failure_messages import NAMES, error_of, list_names, statuses_of
+from launch.failure_messages import (
+    NAMES,
+    error_of,
+    list_names,
+    mistake_in_flags,
+    statuses_of,
+)
 from launch.holdups import hold_up
 from launch.launchers.launcher import Launcher, leaving
 from launch.loop_watch import LoopWatch
@@ -498,12 +504,13 @@ class Attempt:
         found = statuses_of(self._processes, controller, but=process)
         output = self._logs.told(process.number)
         fix = f"resume from the last checkpoint with the same command, {self._advice}{output}"
-        if not isinstance(cause.record, Failed) and (
-            lines := self._logs.last_lines(process.number)
-        ):
+        lines = self._logs.last_lines(process.number)
+        if lines and not isinstance(cause.record, Failed):
             self._recorder.console.print(f"the last lines of {process.name}:")
             for line in lines:
                 self._recorder.console.print(f"  {line}")
+            if mistake := mistake_in_flags(process.full_name, lines):
+                return mistake
         hangs = self._logs.hangs()
         own = hangs.pop(process.number, "")
         others = [f"{self._processes[number].name} {hang}" for number, hang in hangs.items()]

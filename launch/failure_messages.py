@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 import signal
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from holmesjax.transport.records import Record
 
 NAMES = 5  # of processes, in one list
 GROUPS = 10  # of processes that say the same
+UNKNOWN_FLAGS = re.compile(r"\bUnknown flags? in XLA_FLAGS: (.+)")  # XLA's last words
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -50,6 +52,16 @@ def statuses_of(
     if left:
         told.append(f"{left} more processes say something else")
     return "; ".join(told) or "it is the only process"
+
+
+def mistake_in_flags(process: str, lines: Sequence[str]) -> HolmesError | None:
+    """Returns the mistake that has made XLA end a process, by the last lines that it printed."""
+    for line in lines:
+        if unknown := UNKNOWN_FLAGS.search(line):
+            fix = "correct the flag, or leave it out; other versions of JAX may know it"
+            problem = "has what XLA of this JAX does not know"
+            return HolmesError(f"{process}: XLA_FLAGS", problem, found=unknown[1], fix=fix)
+    return None
 
 
 def error_of(

@@ -225,13 +225,20 @@ class Pipeline:
 
         while any(waiting.values()):
             progress = False
+            # As each stage was found when its next task did not start: a later look may find that
+            # a full stage is free, and there would be nothing to wait for.
+            full: list[int] = []
             for s, queue in waiting.items():
-                while queue and not self._in_flight[s].is_full() and self._is_ready(s, queue[0]):
+                while queue:
+                    if self._in_flight[s].is_full():
+                        full.append(s)
+                        break
+                    if not self._is_ready(s, queue[0]):
+                        break
                     run(s, queue[0])
                     progress = True
             if progress:
                 continue
-            full = [s for s, queue in waiting.items() if queue and self._in_flight[s].is_full()]
             if full:
                 idle()
                 self._in_flight[full[0]].wait()

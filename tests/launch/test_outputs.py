@@ -155,21 +155,25 @@ def test_a_pause_of_the_launcher_is_known_for_a_while(monkeypatch):
         assert watch.pause_s(within_s=10.0) == 0.0
 
 
-def test_a_loop_that_stands_still_ends_the_launcher():
-    ends = []
-    done = threading.Event()
+def test_a_loop_that_stands_still_ends_the_launcher(monkeypatch):
+    """It turns for 30 s, and stands from then on. The clock is ours, and so is the thread."""
+    limit_s, turns_s, now_s, ends = 10.0, 30.0, 0.0, []
+    monkeypatch.setattr(loop_watch, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(loop_watch, "_now_s", lambda: now_s)
+    end = lambda status, *last_words: ends.append((status, now_s))
+    watch = LoopWatch(limit_s, "distributed.start_timeout_s", lambda: None, end)
 
-    def end(status, *last_words):
-        ends.append(status)
-        done.set()
-
-    with LoopWatch(0.4, "distributed.start_timeout_s", lambda: None, end) as watch:
-        for _ in range(8):
-            time.sleep(0.1)
+    def wait(seconds):
+        nonlocal now_s
+        now_s += seconds
+        if now_s <= turns_s:
             watch.turn()
-        assert not ends
-        assert done.wait(10.0)
-    assert ends == [REQUEUE]
+        return now_s > 10 * turns_s
+
+    watch._watch(SimpleNamespace(wait=wait))
+    [(status, ended_s)] = ends
+    assert status == REQUEUE
+    assert turns_s + limit_s < ended_s <= turns_s + limit_s + 2 * loop_watch.CHECK_S
 
 
 @pytest.mark.parametrize(

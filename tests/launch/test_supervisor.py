@@ -196,6 +196,19 @@ def test_what_a_process_hung_in_on_its_gpu_is_named(tmp_path):
     assert str(error.value.problem).endswith(f"it was busy in step 7 and {hung}")
 
 
+def test_a_flag_that_xla_does_not_know_is_a_mistake(tmp_path):
+    """XLA ends its process with status 1, and no other start would end otherwise."""
+    line = "F1127 13:33:01.1  99 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_fats"
+    waits = [["sleep", 60]]
+    scripts = {0: waits, 1: [["print", line], ["print", "*** Check failure stack trace: ***"]]}
+    scripts[1].append(["exit", 1])
+    supervisor, launcher = supervise(tmp_path, scripts | {2: waits}, max_restarts=3)
+    with pytest.raises(HolmesError, match=r"a/a-1 .*: XLA_FLAGS: has what XLA") as error:
+        supervisor.run()
+    assert (error.value.found, error.value.exit_status) == ("--xla_fats", 2)
+    assert launcher.starts == 1
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_all_stop_after_the_same_step_when_the_launcher_is_told_to(
     tmp_path, capsys, monkeypatch, number, status

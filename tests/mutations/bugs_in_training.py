@@ -76,9 +76,17 @@ TRAINING = (
     Bug(
         name="tasks-without-a-limit",
         module="holmesjax.runtime.pipeline",
-        old="while queue and not self._in_flight[s].is_full() and self._is_ready(s, queue[0]):",
-        new="while queue and self._is_ready(s, queue[0]):",
+        old="if self._in_flight[s].is_full():",
+        new="if False:",
         wrong="a validation gives a device more programs than XLA takes, and hangs it",
+        tests=("tests/runtime/test_pipeline.py::test_no_stage_has_more_tasks_than_the_limit",),
+    ),
+    Bug(
+        name="full-stage-looked-at-again",
+        module="holmesjax.runtime.pipeline",
+        old="if full:",
+        new="if [s for s in full if self._in_flight[s].is_full()]:",
+        wrong="a process whose task ends between two looks waits for an array that nobody sends",
         tests=("tests/runtime/test_pipeline.py::test_no_stage_has_more_tasks_than_the_limit",),
     ),
     Bug(

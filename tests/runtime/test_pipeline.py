@@ -324,6 +324,18 @@ class Slow(TasksAhead):
         self.most = max(self.most, len(self._results))
 
 
+class EndingBetweenLooks(Slow):
+    """All tasks end right after a look that has found the stage full."""
+
+    def is_full(self):
+        if super().is_full() and self.was_full:
+            self._results.clear()
+        self.was_full = super().is_full()
+        return self.was_full
+
+    was_full = False
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", None])
 def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
     """In steps and validations; results are what they are without a limit. None: one stage."""
@@ -334,18 +346,20 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
         make = functools.partial(WholeStep, compile_whole_step(chunks[0]))
     else:
         make = functools.partial(in_one_process, plan, compile_chunks(chunks))
-    free, made = make(), []
-    slow = lambda: made.append(Slow()) or made[-1]
-    monkeypatch.setattr(pipeline, "TasksAhead", slow)
-    monkeypatch.setattr(whole_step, "TasksAhead", slow)
-    found = []
-    for runner in (free, make()):
+    runners, made = [make()], []
+    for kind in (Slow, EndingBetweenLooks):
+        slow = lambda kind=kind: made.append(kind()) or made[-1]
+        monkeypatch.setattr(pipeline, "TasksAhead", slow)
+        monkeypatch.setattr(whole_step, "TasksAhead", slow)
+        runners.append(make())
+    results = []
+    for runner in runners:
         loss, states = first_step(runner, plan)
         inputs = put(runner, step_inputs(plan.global_batch, 1), trains=False)
         sums = [float(runner.evaluate(states, inputs)) for _ in range(2)]
-        found.append((loss, *sums))
-    assert found[0] == found[1]
-    assert [own.most for own in made] == [MOST] * len(split)
+        results.append((loss, *sums))
+    assert results[0] == results[1] == results[2]
+    assert [tasks.most for tasks in made] == [MOST] * len(split) * 2
 
 
 def test_what_crosses_the_link_is_counted():
