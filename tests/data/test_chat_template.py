@@ -58,7 +58,7 @@ def test_answers_are_found_in_the_text_of_a_whole_dialogue(source):
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prompts", "blocks"])
 def test_a_dialogue_with_tools_has_the_template_for_them(source):
-    """As in transformers: `tool_use` wherever tools are named, also none."""
+    """`transformers` takes `tool_use` wherever tools are named, also none."""
     tools = [{"name": "f"}]
     own = ChatTemplate(
         where="here", source="no", special={}, for_tools="{{ tools | tojson }}" + source

@@ -222,7 +222,7 @@ def test_spaces_of_an_answer_count(trim, tmp_path):
 
 
 def test_runs_of_spaces_that_are_tokens_are_text_in_a_dialogue(tmp_path):
-    """As GPT-NeoX has them: added tokens, and not special."""
+    """GPT-NeoX has them as added tokens that are not special."""
     plain = byte_level()
     plain.add_tokens([AddedToken("    ", normalized=True)])
     config = {"eos_token": "<|im_end|>", "chat_template": CHATML}
