@@ -3,7 +3,7 @@
 A line of a file of JSON lines is a dialogue: `{"messages": [{"role": "user", "content": "..."},
 ...]}`, or `{"prompt": "...", "answer": "..."}`. The chat template of the tokenizer makes one text
 of it, and this text becomes tokens as a whole: those from the first with a character of an answer
-to the last with one count.
+to the last with one count. The template sees the field `tools` of a line, if there is one.
 Without a template, only prompts and answers can be read: their text is the prompt and, right
 behind it, the answer and the mark of the end.
 
@@ -15,10 +15,10 @@ Dims: T tokens, D dialogues.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from holmesjax.data import (
     tokenizer_paths,
 )
 from holmesjax.data.byte_tokenizer import BEGIN
-from holmesjax.data.chat_template import BEGIN_MARK, END_MARK
+from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, Message, Tools
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
 from holmesjax.data.file_kinds import JSON
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
@@ -44,12 +44,20 @@ from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.errors import DataError
 
 WHERE = "data.corpus"
-VERSION = 2  # raised when the same dialogue gives other tokens
+VERSION = 3  # raised when the same dialogue gives other tokens
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
 
 tokenizer = text.tokenizer
-Dialogue = Sequence[Mapping[str, Any]]
+
+
+class Dialogue(NamedTuple):
+    """A line of a file."""
+
+    messages: Sequence[Message]
+    tools: Tools = None
+
+
 # The tokens of a dialogue, and whether the assistant says each of them.
 Encode = Callable[[Dialogue, str], tuple[list[int], list[bool]]]
 
@@ -76,7 +84,7 @@ def read(config: DataConfig, length: int) -> Splits:
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
         its_files = tokenizer_paths.find(config.tokenizer)
-        about += [its_files.identity, chat_template.sources(its_files).get(chat_template.DEFAULT)]
+        about += [its_files.identity, chat_template.sources(its_files)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     root = object_stores.path_of(config.corpus)
     beside = None if object_stores.is_remote(root) else root if root.is_dir() else root.parent
@@ -170,10 +178,10 @@ def _write(config: DataConfig, files: Sequence[CorpusFile], length: int, folder:
 def _dialogues(file: CorpusFile) -> Iterator[tuple[str, Dialogue]]:
     """The dialogues of a file, each with its place for messages."""
     for where, item in text_documents.objects(file.path, file.kind):
-        yield where, _messages(item, where)
+        yield where, _dialogue(item, where)
 
 
-def _messages(found: Any, where: str) -> Dialogue:
+def _dialogue(found: Any, where: str) -> Dialogue:
     said = found.get("messages") if isinstance(found, dict) else None
     if isinstance(found, dict) and said is None and {"prompt", "answer"} <= found.keys():
         said = [
@@ -190,6 +198,10 @@ def _messages(found: Any, where: str) -> Dialogue:
             fix = 'write a message as {"role": "user", "content": "..."}'
             problem = f"has no role and text in message {number}"
             raise DataError(where, problem, found=json.dumps(message), fix=fix)
+        if (weight := message.get("weight", 1)) not in (1, None):
+            problem = f"has a weight in message {number}, and all answers count alike"
+            fix = "leave the dialogue out, or end it before this message"
+            raise DataError(where, problem, found=json.dumps(weight), fix=fix)
         if found_mark := next((m for m in (BEGIN_MARK, END_MARK) if m in words), None):
             fix = "leave it out"
             problem = f"holds what is no character, in message {number}"
@@ -198,7 +210,13 @@ def _messages(found: Any, where: str) -> Dialogue:
         roles = ", ".join(message["role"] for message in said)
         fix = "give it an answer of the role assistant, or leave it out"
         raise DataError(where, "has nothing that a model is to say", found=roles, fix=fix)
-    return said
+    tools = found.get("tools")
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_list:
+        fix = "write a list of objects, or leave it out"
+        raise DataError(where, "has tools that are none", found=json.dumps(tools), fix=fix)
+    text_documents.refuse_half_characters(json.dumps([said, tools], ensure_ascii=False), where)
+    return Dialogue(said, tools)
 
 
 def _encoder(config: DataConfig) -> Encode:
@@ -210,13 +228,14 @@ def _encoder(config: DataConfig) -> Encode:
         return _plain_encoder(tokenizer)
 
     def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
-        for number, message in enumerate(dialogue, 1):
-            if said := next((mark for mark in tokenizer.marks if mark in message["content"]), None):
+        for number, message in enumerate(dialogue.messages, 1):
+            words = message["content"]
+            if said := next((mark for mark in tokenizer.special if mark in words), None):
                 problem = f"holds a special token in message {number}"
                 fix = "leave it out: it would end a turn"
                 raise DataError(where, problem, found=said, fix=fix)
         try:
-            whole, answers = template.answers(dialogue)
+            whole, answers = template.answers(*dialogue)
         except DataError as error:
             fix = f"{error.fix}; the dialogue is {where}"
             raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
@@ -251,12 +270,13 @@ def _bytes_of(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
 
 
 def _pair(dialogue: Dialogue, where: str) -> tuple[str, str]:
-    if [message["role"] for message in dialogue] != ["user", "assistant"]:
-        found = ", ".join(message["role"] for message in dialogue)
+    roles = [message["role"] for message in dialogue.messages]
+    if roles != ["user", "assistant"] or dialogue.tools is not None:
+        found = ", ".join(roles) + (", tools" if dialogue.tools is not None else "")
         fix = "use a tokenizer with a chat template, or write a prompt and an answer"
         problem = "is a dialogue, and data.tokenizer has no chat template"
         raise DataError(where, problem, found=found, fix=fix)
-    prompt, answer = (message["content"] for message in dialogue)
+    prompt, answer = (message["content"] for message in dialogue.messages)
     return prompt, answer
 
 

@@ -27,8 +27,9 @@ from holmesjax.errors import DataError
 
 LONGEST_S = 5.0
 Message = Mapping[str, Any]  # "role" and "content"
+Tools = Sequence[Mapping[str, Any]] | None  # that a model may call; None: none are named
 WHERE = "--chat"
-DEFAULT = "default"  # of several templates
+DEFAULT, FOR_TOOLS = "default", "tool_use"  # of several templates
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"  # no characters of any text, by Unicode's own rule
 ANSWER = "Yes"  # whose end is looked for
@@ -62,6 +63,7 @@ class ChatTemplate:
     where: str  # for messages
     source: str
     special: Mapping[str, str]  # tokens by name: bos_token and others
+    for_tools: str | None = None  # in place of `source` where a dialogue has tools
 
     @classmethod
     def load(cls, path: Path) -> "ChatTemplate":
@@ -91,13 +93,16 @@ class ChatTemplate:
                 shown = ", ".join(found)
                 raise DataError(str(files.main.parent), problem, found=shown, fix=fix)
             return None
-        return cls(where=str(files.main.parent), source=source, special=special)
+        where, for_tools = str(files.main.parent), found.get(FOR_TOOLS)
+        return cls(where=where, source=source, special=special, for_tools=for_tools)
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """The text of a dialogue. Raises DataError for a template that fails."""
         return self._in_time(lambda: self._render(messages, is_marked=False, **variables))
 
-    def answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def answers(
+        self, messages: Sequence[Message], tools: Tools = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole dialogue, and the ranges of it that a model says.
 
         These are the blocks `generation` of the template. Without such blocks, a range goes from
@@ -106,15 +111,16 @@ class ChatTemplate:
 
         Raises DataError for a template that fails.
         """
-        if GENERATION.search(self.source):
-            return _without_marks(self._in_time(lambda: self._render(messages, is_marked=True)))
-        whole = self.render(messages)
+        if GENERATION.search(self._source(tools)):
+            render = lambda: self._render(messages, is_marked=True, tools=tools)
+            return _without_marks(self._in_time(render))
+        whole = self.render(messages, tools=tools)
         found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.render(messages[:number], add_generation_prompt=True)
-            turn = self.render(messages[: number + 1])
+            prompt = self.render(messages[:number], tools=tools, add_generation_prompt=True)
+            turn = self.render(messages[: number + 1], tools=tools)
             if not (turn.startswith(prompt) and whole.startswith(turn)):
                 problem = "has no blocks `generation`, and changes a turn where others follow"
                 fix = "write {% generation %} and {% endgeneration %} around what a model says"
@@ -132,11 +138,21 @@ class ChatTemplate:
             return None
         return max((mark for mark in marks if after.startswith(mark)), key=len, default=None)
 
-    def _render(self, messages: Sequence[Message], *, is_marked: bool, **variables: Any) -> str:
-        usual = {"tools": None, "documents": None, "add_generation_prompt": False}
+    def _source(self, tools: Tools) -> str:
+        return self.source if tools is None or self.for_tools is None else self.for_tools
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        is_marked: bool,
+        tools: Tools = None,
+        **variables: Any,
+    ) -> str:
+        usual = {"tools": tools, "documents": None, "add_generation_prompt": False}
         said = [{key: x for key, x in turn.items() if x is not None} for turn in messages]
         values = {**usual, **self.special, "messages": said, **variables}
-        return _compiled(self.source, is_marked).render(values)
+        return _compiled(self._source(tools), is_marked).render(values)
 
     def _in_time(self, render: Callable[[], str]) -> str:
         """The result of a function, which a thread of its own may go on with for ever."""

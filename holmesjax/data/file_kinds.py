@@ -24,6 +24,7 @@ JSON = (LINES, ARRAY, OVER_LINES)
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
 READ = (TEXT, *JSON, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
+OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
 
 MAGIC = {
     b"PAR1": PARQUET,
@@ -54,6 +55,7 @@ DECODER = json.JSONDecoder()
 KEY = rb'\{[ \t\r]*"(?:[^"\\]|\\.)*"[ \t\r]*:'  # the first of an object, in its line
 OBJECT = re.compile(rb"\s*" + KEY)
 OBJECT_OVER_LINES = re.compile(rb"\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
+OTHER_VALUE = re.compile(rb"(\xef\xbb\xbf)?\s*[\[\"\x1e]")
 OBJECTS = re.compile(rb"\s*\[" + OBJECT_OVER_LINES.pattern)
 
 
@@ -91,7 +93,10 @@ def kind_of(path: Path) -> FileKind:
             break
         packing += (inner,)
     content = _content(head, is_whole=len(head) < HEAD_BYTES)
-    promise = PROMISES.get(Path(compressed_files.without_endings(path.name)).suffix)
+    ending = Path(compressed_files.without_endings(path.name)).suffix
+    if content == TEXT and ending == ".json" and OTHER_VALUE.match(head):
+        content = OTHER_JSON
+    promise = PROMISES.get(ending)
     if content not in (TEXT, BINARY):
         promise = None
     wanted = compressed_files.promised(path.name)

@@ -59,7 +59,8 @@ def read_parquet(part: FilePart, wanted: Wanted) -> Documents:
                     raise damaged(where, "row group", error) from None
                 if batch is None:
                     break
-                yield from _column(batch.column(0), part.path, first, wanted.column)
+                column = batch.column(wanted.column)  # not the first: `a.b` may be a field of `a`
+                yield from _column(column, part.path, first, wanted.column)
                 first += batch.num_rows
 
 
@@ -247,7 +248,7 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
     types = pyarrow.types
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if column in schema.names:
+    if schema.names.count(column) == 1:
         kind = schema.field(column).type
         is_list = any(is_one(kind) for is_one in lists)
         if any(is_one(kind) for is_one in texts):
@@ -255,7 +256,8 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
         if is_list and types.is_integer(kind.value_type):
             return
     found = ", ".join(f"{own.name}: {own.type}" for own in schema)
-    problem = f"has no column `{column}` of text, or of lists of integers"
+    many = "has several columns" if schema.names.count(column) > 1 else "has no column"
+    problem = f"{many} `{column}` of text, or of lists of integers"
     raise DataError(where, problem, found=found, fix="name another by --column")
 
 

@@ -109,7 +109,13 @@ def from_json(line: bytes, where: str) -> Any:
 def _field(found: Any, where: str, column: str) -> str | np.ndarray:
     own = found.get(column) if isinstance(found, dict) else None
     if isinstance(own, list) and all(type(token) is int for token in own):
-        return np.array(own, np.int64)
+        try:
+            return np.array(own, np.int64)
+        except OverflowError as error:
+            fix = "write the numbers of tokens"
+            raise DataError(
+                where, "holds a number that is no token", found=error, fix=fix
+            ) from None
     if isinstance(own, list) and None in own:
         raise null_among(where, column, own.index(None))
     if not isinstance(own, str):
@@ -117,9 +123,14 @@ def _field(found: Any, where: str, column: str) -> str | np.ndarray:
         fix = f'write lines as {{"{column}": "..."}}, or name another field by --column'
         problem = f"has no text in a field `{column}`"
         raise DataError(where, problem, found=shown or "{}", fix=fix)
+    refuse_half_characters(own, where)
+    return own
+
+
+def refuse_half_characters(text: str, where: str) -> None:
+    """Raises DataError for a text with halves of pairs of UTF-16, which JSON may spell."""
     try:
-        own.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         fix = "write whole characters"
         raise DataError(where, "holds half a character", found=error, fix=fix) from None
-    return own

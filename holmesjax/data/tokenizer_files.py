@@ -76,6 +76,11 @@ class FileTokenizer:
         return {token.content: number for number, token in added.items()}
 
     @functools.cached_property
+    def special(self) -> Sequence[str]:
+        """The marks that no text may hold; the others, such as runs of spaces, are text."""
+        return [x.content for x in self.inner.get_added_tokens_decoder().values() if x.special]
+
+    @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """The marks that end a text, `end` first: of the files, and of an answer's turn."""
         turn = None if self.template is None else self.template.end_of_turn(self.marks)
@@ -85,7 +90,8 @@ class FileTokenizer:
     @property
     def num_of_dialogues(self) -> int:
         """More than any token of a dialogue: a template may use all marks but those for padding."""
-        text = self.template.source if self.template else ""
+        template = self.template
+        text = template.source + (template.for_tools or "") if template else ""
         unused = {
             self.marks[token]
             for name, token in self.said.named.items()
@@ -144,7 +150,7 @@ class FileTokenizer:
         template = self.template
         assert template is not None, "ChatTemplate.load has refused others"
         for message in messages:
-            if found := [mark for mark in self.marks if mark in message["content"]]:
+            if found := [mark for mark in self.special if mark in message["content"]]:
                 fix = "leave it out: it would not be text in a dialogue"
                 problem = f"the words of {message['role']} hold a special token"
                 raise DataError(chat_template.WHERE, problem, found=found[0], fix=fix)
@@ -206,6 +212,7 @@ def load(path: str | Path) -> FileTokenizer:
     marks = tokenizer_marks.read(files)
     marks = replace(marks, named={**converted.named, **marks.named})
     _refuse_new_end(files, converted.inner, marks)
+    _refuse_contradictions(files, converted.inner)
     tokenizer_marks.add(converted.inner, marks)
     model_ends = tokenizer_marks.ends(files)
     end = _end(files, converted.inner, marks, model_ends)
@@ -250,6 +257,19 @@ def _refuse_new_end(files: TokenizerFiles, inner: Any, marks: Marks) -> None:
         where = marks.where.get("eos_token", str(files.main))
         problem, fix = "names an eos_token that the tokenizer does not have", "correct it"
         raise DataError(where, problem, found=token, fix=fix)
+
+
+def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
+    """Raises DataError for settings that classes of `transformers` put above tokenizer.json."""
+    where, said = str(files.files.get(CONFIG)), files.json(CONFIG)
+    split = json.loads(inner.to_str())["pre_tokenizer"] or {}
+    key, fix = "add_prefix_space", "make both what the model was trained with"
+    begins = split.get(key, said.get(key))  # some splits have no such setting
+    if said.get(key) not in (None, begins):
+        raise DataError(where, f"has another {key} than {MAIN}", found=said[key], fix=fix)
+    if said.get("split_special_tokens"):
+        problem, fix = "makes text of the marks of a template", "remove the key"
+        raise DataError(where, problem, found="split_special_tokens true", fix=fix)
 
 
 def _end(files: TokenizerFiles, inner: Any, marks: Marks, model_ends: Sequence[int]) -> int:

@@ -30,6 +30,7 @@ class Marks:
     named: Mapping[str, str]  # such as bos_token; a name without a token is absent
     others: Sequence[str] = ()  # special tokens without a name
     listed: Sequence[Mapping[str, Any]] = ()  # content and flags of each, in order of the ids
+    flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)  # of those with a name
     where: Mapping[str, str] = field(default_factory=dict)  # the file that has a name
 
 
@@ -47,6 +48,7 @@ def read(files: TokenizerFiles) -> Marks:
 
 def _read(files: TokenizerFiles) -> Marks:
     named: dict[str, Any] = {}
+    flags: dict[str, Mapping[str, bool]] = {}
     where: dict[str, str] = {}
     others: list[str] = []
     listed: list[Mapping[str, Any]] = []
@@ -58,6 +60,8 @@ def _read(files: TokenizerFiles) -> Marks:
             if key.endswith("_token") and not isinstance(value, bool):
                 named[key] = None if value is None else _content(files, name, value)
                 where[key] = str(files.files[name])
+                if isinstance(value, dict):
+                    flags[value["content"]] = _flags(value)
         for key in LISTS:
             value = said.get(key) or []
             if isinstance(value, dict):  # tokens with names of their own
@@ -72,13 +76,18 @@ def _read(files: TokenizerFiles) -> Marks:
         rows = config["added_tokens_decoder"].items()
         for _, token in sorted(rows, key=lambda row: int(row[0])):
             content = _content(files, CONFIG, token)
-            flags = {flag: token[flag] for flag in FLAGS if flag in token}
-            listed.append({"content": content, **flags})
+            listed.append({"content": content, **_flags(token)})
     else:
         for content, _ in sorted(files.json(ADDED).items(), key=lambda row: row[1]):
             is_special = content in special
             listed.append({"content": content, "normalized": not is_special, "special": is_special})
-    return Marks(named=found, others=list(dict.fromkeys(others)), listed=listed, where=where)
+    return Marks(
+        named=found, others=list(dict.fromkeys(others)), listed=listed, flags=flags, where=where
+    )
+
+
+def _flags(token: Mapping[str, Any]) -> Mapping[str, bool]:
+    return {flag: token[flag] for flag in FLAGS if flag in token}
 
 
 def _content(files: TokenizerFiles, name: str, token: Any) -> str:
@@ -107,7 +116,7 @@ def add(inner: Any, marks: Marks) -> None:
         known.add(token.content)
     for content in (*marks.named.values(), *marks.others):
         if content not in known:
-            new.append(AddedToken(content, special=True))
+            new.append(AddedToken(content, **{**marks.flags.get(content, {}), "special": True}))
             known.add(content)
     if new:
         inner.add_tokens(new)

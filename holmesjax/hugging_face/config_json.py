@@ -283,7 +283,9 @@ class ConfigJson:
             if has_windows:
                 found["window_rotary_base"] = self.number("rope_local_base_freq", base)
         full = scaling or both
-        theta = full.get("rope_theta", both.get("rope_theta", self.get("rope_theta")))
+        if self.family == "gemma3_text":  # whose class puts one into the other
+            full = {**both, **scaling}
+        theta = full.get("rope_theta", self.get("rope_theta"))
         found["rotary_base"] = self.number("rope_theta", theta)
         share = full.get("partial_rotary_factor", self.get("partial_rotary_factor"))
         if share not in (None, 1):

@@ -130,6 +130,13 @@ def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, mon
         ('{"prompt": "a", "answer": 3}', "no role and text in message 2", "3"),
         ('{"prompt": "a", "answer": "b<|im_end|>"}', "a special token in message 2", "<|im_end|>"),
         ('{"prompt": "a", "answer": "\\ufdd0"}', "no character, in message 2", "ufdd0"),
+        ('{"prompt": "a", "answer": "b \\ud83d c"}', "half a character", "surrogates"),
+        ('{"prompt": "a", "answer": "b", "tools": "[]"}', "tools that are none", '"[]"'),
+        (
+            '{"messages": [{"role": "assistant", "content": "b", "weight": 0}]}',
+            "a weight in message 1",
+            "0",
+        ),
     ],
 )
 def test_a_line_that_is_no_dialogue_is_refused_with_its_place(

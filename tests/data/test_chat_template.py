@@ -56,6 +56,21 @@ def test_answers_are_found_in_the_text_of_a_whole_dialogue(source):
     assert [text[first:last] for first, last in answers] == ["ok<|im_end|>", "yes<|im_end|>"]
 
 
+@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prompts", "blocks"])
+def test_a_dialogue_with_tools_has_the_template_for_them(source):
+    """`transformers` takes `tool_use` wherever tools are named, also none."""
+    tools = [{"name": "f"}]
+    own = ChatTemplate(
+        where="here", source="no", special={}, for_tools="{{ tools | tojson }}" + source
+    )
+    without = template(source).answers(TURNS)[0]
+    text, answers = own.answers(TURNS, tools)
+    assert text == '[{"name": "f"}]' + without
+    assert [text[first:last] for first, last in answers] == ["ok<|im_end|>", "yes<|im_end|>"]
+    assert own.answers(TURNS, [])[0] == "[]" + without
+    assert own.render(TURNS) == "no"
+
+
 def test_a_template_that_changes_earlier_turns_needs_blocks():
     source = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else '' }}")
     with pytest.raises(DataError, match=r"changes a turn .*\n  found: turn 2 of"):

@@ -94,6 +94,8 @@ NOT_READ = {
     "a.pdf": (b"%PDF-1.7\nno zero byte", "PDF file"),
     "a.lz4": (b"\x04\x22\x4d\x18" + RAW, "lz4 file"),
     "a.txt": (b"a\0b\0\0", "binary file"),
+    "texts.json": (b'["one", "two"]', "JSON without an object in a line"),
+    "texts.json.gz": (gzip.compress(b'"one"\n"two"\n'), "JSON without an object in a line in gzip"),
     "no_mark.txt": ("text of Windows".encode("utf-16-le"), "UTF-16 without a mark"),
     "a.parquet.gz": (gzip.compress(parquet_bytes()), "compressed parquet file in gzip"),
 }
@@ -195,19 +197,19 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     os.mkfifo(corpus / "pipe")
     assert tokenized(corpus, "--out", tmp_path / "none") == 2  # of nothing that is read
     said = capsys.readouterr().err
-    assert "holds no text\n  found: nothing but what is not read: 10 (" in said
+    assert "holds no text\n  found: nothing but what is not read: 12 (" in said
     (corpus / "a.jsonl").write_bytes(RAW)
     kinds = [*(kind for _, kind in NOT_READ.values()), "hidden file or folder", "pipe, socket"]
     out = tmp_path / "out"
     assert tokenized(corpus, "--out", out) == 0
     said = capsys.readouterr()
     for words in (said.out, said.err):
-        assert "left out: 10 (" in words
+        assert "left out: 12 (" in words
         assert all(f"{kind}" in words for kind in kinds)
     assert main(["data", str(corpus), "model.context_length=16"]) == 0
-    assert "left out    10 (" in capsys.readouterr().out
+    assert "left out    12 (" in capsys.readouterr().out
     assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(out / "b.json")]) == 0
-    assert "left out: 10 (" in capsys.readouterr().out
+    assert "left out: 12 (" in capsys.readouterr().out
     (out / "more.jsonl").write_bytes(RAW)
     (out / "b.json").rename(out / "other.json")
     (out / "empty.gz").touch()

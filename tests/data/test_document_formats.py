@@ -178,12 +178,24 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path, write, damage, messa
         ({"text": [1.5]}, r"no column `text` of text.*\n  found: text: double"),
         ({"text": [[1.5]]}, r"no column `text` of text.*\n  found: text: list"),
         ({"text": ["a", None]}, r"a.parquet, row 1: has nothing in `text`\n  found: null"),
+        (
+            pa.table([pa.array(["a"])] * 2, ["text"] * 2),
+            r"has several columns `text` of text.*\n  found: text: string, text: string",
+        ),
     ],
 )
 def test_a_column_without_documents_is_refused_with_its_row(tmp_path, table, message):
-    parquet.write_table(pa.table(table), tmp_path / "a.parquet")
+    table = pa.table(table) if isinstance(table, dict) else table
+    parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match=message):
         read(tmp_path / "a.parquet")
+
+
+def test_a_column_is_taken_by_its_whole_name(tmp_path):
+    """The library that reads parquet files takes `a.b` as the field `b` of `a`, too."""
+    table = {"a": [{"b": "field"}], "a.b": ["column"]}
+    parquet.write_table(pa.table(table), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", column="a.b")[0] == ["column"]
 
 
 def test_what_is_no_text_in_rows_is_refused_with_its_row(tmp_path):

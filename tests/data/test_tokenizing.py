@@ -89,6 +89,7 @@ def test_lines_are_the_same_however_a_file_is_cut(tmp_path):
         ("a.jsonl", b'{"text": 3}', r"a.jsonl, byte 0: has no text in .*\n  found: text"),
         ("a.jsonl", b'{"text": "\xff"}', r"a.jsonl, byte 0: is no UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a.jsonl, byte 0: holds half a character"),
+        ("a.jsonl", b'{"text": [99999999999999999999]}', r"a.jsonl, byte 0: .* that is no token"),
         ("a.jsonl", b'{"text": "\\u0000"}', r"a.jsonl, byte 0: holds a zero byte"),
         ("a.jsonl.gz", b"text", r"a.jsonl.gz: is no whole gzip file"),
         (

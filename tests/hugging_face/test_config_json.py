@@ -91,6 +91,17 @@ def test_what_is_written_means_the_same_in_either_spelling_of_rotary_positions(f
     assert defaults.keys() - written.keys() <= {config_json.ORIGINAL}, "every key is written"
 
 
+def test_a_file_with_both_spellings_means_what_transformers_makes_of_it():
+    """The old section stands before the new one, and takes no base from it."""
+    both = {
+        "rope_theta": 77.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+    found = read("llama", **both)
+    assert (found["rotary_base"], found["rotary_scaling"]["factor"]) == (77.0, 4.0)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_family_is_found_for_each_model(family: str):
     found = config_json_export.family_of(model_of(family))

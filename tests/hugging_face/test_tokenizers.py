@@ -17,12 +17,13 @@ import sentencepiece
 import tiktoken
 import tiktoken.load
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from holmesjax.config import DataConfig, ModelConfig
 from holmesjax.data import chat, tokenizer_files
 from holmesjax.data.byte_tokenizer import ByteTokenizer
 from holmesjax.data.tokenizer_files import FileTokenizer
+from holmesjax.errors import DataError
 from holmesjax.hugging_face import export, folder
 from launch.__main__ import main
 from tests.data.tokenizer_kinds import (
@@ -139,6 +140,31 @@ def test_a_model_needs_no_row_for_a_mark_that_only_pads(tmp_path):
     assert tokenizer.ids()["pad_token_id"] == size
 
 
+# Of transformers 5.23 and 4.57.
+def test_a_mark_with_a_name_has_its_flags(tmp_path):
+    """`lstrip`: the spaces before it are a part of it."""
+    config = {"eos_token": "<|im_end|>"}
+    mask = {"mask_token": {"content": "<mask>", "lstrip": True, "normalized": False}}
+    tokenizer = tokenizer_files.load(
+        write(tmp_path / "t", byte_level(), config, special_tokens_map__json=mask)
+    )
+    assert tokenizer.rendered("a  <mask>")[0] == [67, tokenizer.marks["<mask>"]]
+
+
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        ({"add_prefix_space": True}, "another add_prefix_space than tokenizer.json"),
+        ({"split_special_tokens": True}, "makes text of the marks of a template"),
+    ],
+)
+def test_settings_that_contradict_the_pieces_are_refused(config, problem, tmp_path):
+    """GPT2Tokenizer of transformers 5 and 4.57 begins a text with a space, whatever the file."""
+    path = write(tmp_path / "t", byte_level(), {"eos_token": "<|im_end|>", **config})
+    with pytest.raises(DataError, match=problem):
+        tokenizer_files.load(path)
+
+
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 IN_CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
 NO_PROMPT = "{% if add_generation_prompt == false %}F{% endif %}"
@@ -183,7 +209,7 @@ def test_spaces_of_an_answer_count(trim, tmp_path):
     config = {"eos_token": "<|im_end|>", "chat_template": CHATML}
     path = write(tmp_path / "t", byte_level(trim=trim), config)
     data = DataConfig(source="chat", corpus="x", tokenizer=str(path), documents="mask")
-    tokens, counts = chat._encoder(data)(dialogue, "x")
+    tokens, counts = chat._encoder(data)(chat.Dialogue(dialogue), "x")
     decode = lambda own: tokenizer_files.load(path).inner.decode(own, skip_special_tokens=False)
     assert sum(counts) == 16
     assert decode([t for t, own in zip(tokens, counts, strict=True) if own]) == f"{said}<|im_end|>"
@@ -191,8 +217,22 @@ def test_spaces_of_an_answer_count(trim, tmp_path):
         "role": "assistant",
         "content": "    x",
     }  # whose first space is no character less
-    tokens, counts = chat._encoder(data)(dialogue, "x")
+    tokens, counts = chat._encoder(data)(chat.Dialogue(dialogue), "x")
     assert "    x<|im_end|>" in decode([t for t, own in zip(tokens, counts, strict=True) if own])
+
+
+def test_runs_of_spaces_that_are_tokens_are_text_in_a_dialogue(tmp_path):
+    """GPT-NeoX has them as added tokens that are not special."""
+    plain = byte_level()
+    plain.add_tokens([AddedToken("    ", normalized=True)])
+    config = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    path = write(tmp_path / "t", plain, config)
+    data = DataConfig(source="chat", corpus="x", tokenizer=str(path), documents="mask")
+    said = [{"role": "user", "content": "x    y"}, {"role": "assistant", "content": "a\n    b"}]
+    tokens, counts = chat._encoder(data)(chat.Dialogue(said), "x")
+    spaces = plain.token_to_id("    ")
+    assert [own for token, own in zip(tokens, counts, strict=True) if token == spaces] == [0, 1]
+    assert tokenizer_files.load(path).answer_prompt(said[:1]).count(spaces) == 1
 
 
 def write_model(path: Path, **changes: object) -> ModelConfig:
