@@ -454,9 +454,11 @@ class Trainer:
 
     def _stores_of_parts(self, copy: Mirror | None) -> dict[str, dict[str, str]]:
         """The entry of a manifest for parts that an object store has; empty: it has none."""
+        if copy is None:
+            return {}
         where = {"id": stores.identifier(self.run_dir), "node": socket.gethostname()}
-        parts = [manifest.part_name(chunk.number) for chunk in self._chunks]
-        return {part: {**where, "folder": copy.url} for part in parts} if copy else {}
+        where |= {"folder": copy.url, "start": copy.start}
+        return {manifest.part_name(chunk.number): where for chunk in self._chunks}
 
     def _begin_copy(
         self, stack: ExitStack, lease: Lease, say: Callable[[str], None]
@@ -475,7 +477,7 @@ class Trainer:
         """Brings parts here that only an object store has."""
         if checkpoint is None:
             return
-        parts = fetching.urls_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
+        parts = fetching.uploads_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
         fetching.fetch(self.run_dir, checkpoint, parts, None, lambda: None, self._print)
         manifest.refuse_elsewhere(checkpoint)
 

@@ -153,10 +153,11 @@ class Attempt:
         self._part_of: dict[str, int] = {}  # part -> the process that writes it
         with ExitStack() as stack:
             self._hub = self._open_hub()
+            start_name = stores.start_name(self._hub.id, lease.epoch, restart)
             stack.callback(self._hub.close)
             if self._mirror:
                 stack.callback(self._mirror.close)
-                self._mirror.begin(stores.start_name(self._hub.id, lease.epoch))
+                self._mirror.begin(start_name)
             self._controller = stack.enter_context(self._open_controller())
             self._recorder = stack.enter_context(self._open_recorder())
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
@@ -173,7 +174,7 @@ class Attempt:
                 committing.commit,
                 start,
                 data=self._data,
-                stores=lambda: self._hub.stores_of_parts(self._part_of),
+                stores=lambda: self._hub.stores_of_parts(self._part_of, start_name),
                 owner=lease,
                 mirror=self._mirror,
             ),

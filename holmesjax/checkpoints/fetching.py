@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from holmesjax import units
@@ -69,32 +70,53 @@ def fetch(
     for copy in copies:
         with _only_one(copy, advance):
             if copy.part not in here():
-                url = urls_of(checkpoint).get(copy.part)
-                sources = [functools.partial(_of_url, url)] if url else []
+                upload = uploads_of(checkpoint).get(copy.part)
+                sources = [functools.partial(_of_upload, upload, copy.step)] if upload else []
                 _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
     progress.end(f"fetched {names}")
 
 
-def urls_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """The parts of a checkpoint that are in object stores, with the URLs of their run folders."""
-    known = checkpoint.manifest.get("stores", {})
-    return {part: url for part, x in known.items() if (url := places.whole_url(x["folder"]))}
+@dataclass(frozen=True)
+class Upload:
+    """A part of a checkpoint in an object store.
+
+    Args:
+      url: of the run folder.
+      start: which wrote it (`stores.start_name`).
+    """
+
+    url: str
+    start: str
+
+    def read_piece(self, mirror: Mirror, step: int, name: str, first: int, count: int) -> bytes:
+        """Bytes of a file of the run folder, by its name there, as `stores.read_piece`."""
+        file = name.removeprefix(stores.name_in(step, ""))
+        return mirror.read_piece(stores.name_at_url(step, file, self.start), first, count)
+
+
+def uploads_of(checkpoint: Checkpoint) -> dict[str, Upload]:
+    """The parts of a checkpoint that are in object stores."""
+    return {
+        part: Upload(url, where.get("start", ""))
+        for part, where in checkpoint.manifest.get("stores", {}).items()
+        if (url := places.whole_url(where["folder"]))
+    }
 
 
 def held_at_urls(checkpoint: Checkpoint) -> set[str]:
     """The parts that an object store has, each file in its size; none of a store that is away."""
     found: set[str] = set()
-    urls, files = urls_of(checkpoint), checkpoint.manifest["files"]
-    for url in dict.fromkeys(urls.values()):
-        with contextlib.suppress(OSError, HolmesError):
-            held = Mirror(url).held(checkpoint.step, files)
-            found |= {part for part in held if urls.get(part) == url}
+    uploads, files = uploads_of(checkpoint), checkpoint.manifest["files"]
+    for url in dict.fromkeys(upload.url for upload in uploads.values()):
+        starts = {part: upload.start for part, upload in uploads.items() if upload.url == url}
+        with contextlib.suppress(OSError, ValueError, HolmesError):
+            found |= set(Mirror(url).held(checkpoint.step, files, starts))
     return found
 
 
 @contextlib.contextmanager
-def _of_url(url: str) -> Iterator[Read]:
-    yield Mirror(url).read_piece
+def _of_upload(upload: Upload, step: int) -> Iterator[Read]:
+    yield functools.partial(upload.read_piece, Mirror(upload.url), step)
 
 
 def _fetch_part(

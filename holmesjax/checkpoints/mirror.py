@@ -2,8 +2,10 @@
 
     s3://bucket/name/store.json, store_owner.json       as in `stores`
                      config.yaml, metrics.jsonl, ...    as the run folder has them
-                     checkpoints/step_00000100/part_0/  written by the process that saved it
+                     checkpoints/step_00000100/START/part_0/    written by the process that saved it
                                                manifest.json    written last, and never replaced
+
+START is the name of the start that wrote (`stores.start_name`). No other start writes there.
 
 All methods raise OSError for what a store says, or does not say in time.
 """
@@ -58,7 +60,7 @@ class Mirror:
     def __init__(self, url: str, say: Callable[[str], object] = print):
         self.url, self._say = url, say
         self._root = url.partition("://")[2]
-        self._start = ""  # until `begin`
+        self.start = ""  # until `begin`
         self._published: dict[str, tuple[int, int]] = {}  # size and time of each file that is there
         self._follower = ThreadPoolExecutor(1, "mirror")
 
@@ -149,13 +151,13 @@ class Mirror:
 
         One of the processes of a folder `writes`; the others know whose it is.
         """
-        self._start = start
+        self.start = start
         if writes:
             self.put(stores.OWNER, json.dumps({"start": start}).encode())
 
     def check(self) -> None:
         """Raises LostLeaseError if another start has begun since."""
-        if (found := self._owner()) != self._start:
+        if (found := self._owner()) != self.start:
             problem = "belongs to another start of the run by now, so nothing is written"
             fix = "let the other start go on"
             raise LostLeaseError(self.url, problem, found=found, fix=fix)
@@ -202,13 +204,18 @@ class Mirror:
         with self._telling(name):
             return bool(self._store.exists(self._at(name)))
 
-    def held(self, step: int, files: Mapping[str, Any]) -> list[str]:
-        """The parts of a checkpoint that are there, as `stores.held`."""
-        sizes = self._listed(f"{stores.name_in(step, '')}".rstrip("/"))
+    def held(self, step: int, files: Mapping[str, Any], starts: Mapping[str, str]) -> list[str]:
+        """The parts of a checkpoint that are there, as `stores.held`.
+
+        `starts` has the start that wrote each part; parts that it does not have are not looked for.
+        """
+        sizes = self._listed(_folder_of(step))
         whole: dict[str, bool] = {}
         for file, facts in files.items():
-            is_there = sizes.get(stores.name_in(step, file)) == int(facts["bytes"])
-            part = manifest.part_of(file)
+            if (part := manifest.part_of(file)) not in starts:
+                continue
+            name = stores.name_at_url(step, file, starts[part])
+            is_there = sizes.get(name) == int(facts["bytes"])
             whole[part] = whole.get(part, True) and is_there
         return [part for part, is_whole in whole.items() if is_whole]
 
@@ -228,14 +235,18 @@ class Mirror:
         self.check()
         if self._has(name := stores.name_in(step, manifest.MANIFEST)):
             raise FileExistsError(errno.EEXIST, "a checkpoint is there", f"{self.url}/{name}")
-        parts = sorted({manifest.part_of(file) for file in files})
-        for part in parts:  # what a save that was cut has left
-            self._remove(self._listed(stores.name_in(step, part)))
+        starts = {manifest.part_of(file): self.start for file in files}
+        for part in starts:  # what a save that was cut has left
+            self._remove(self._listed(stores.name_at_url(step, part, self.start)))
+        put = lambda file: self._put_file(
+            folder / stores.name_in(step, file),
+            stores.name_at_url(step, file, self.start),
+            advance,
+        )
         with ThreadPoolExecutor(THREADS) as pool:
-            names = [stores.name_in(step, file) for file in files]
-            list(pool.map(lambda name: self._put_file(folder / name, name, advance), names))
-        if missing := set(parts) - set(self.held(step, files)):
-            where = f"{self.url}/{stores.name_in(step, min(missing))}"
+            list(pool.map(put, files))
+        if missing := starts.keys() - set(self.held(step, files, starts)):
+            where = f"{self.url}/{stores.name_at_url(step, min(missing), self.start)}"
             raise OSError(errno.EIO, "is not there in its size after it was written", where)
         self.check()
 
@@ -285,7 +296,7 @@ class Mirror:
 
     def _tell(self, do: Callable[[], object]) -> None:
         try:
-            if self._start:
+            if self.start:
                 self.check()
                 do()
         except (OSError, HolmesError) as error:
@@ -294,12 +305,17 @@ class Mirror:
 
     def keep(self, steps: Collection[int], last: int) -> None:
         """Takes away the checkpoints that are not among `steps`, by the rules of `stores.keep`."""
+        superfluous: list[tuple[str, dict[str, int]]] = []
         for step in self._steps():
-            name = stores.name_in(step, manifest.MANIFEST)
-            if step in steps or step > last or (step >= max(steps) and self._has(name)):
+            if step in steps or step > last:
                 continue
-            self.withdraw(step)  # first: what has no manifest is no checkpoint
-            self._remove(self._listed(stores.name_in(step, "").rstrip("/")))
+            name, there = stores.name_in(step, manifest.MANIFEST), self._listed(_folder_of(step))
+            if step < max(steps) or name not in there:
+                superfluous.append((name, there))
+        self.check()  # behind the lists: a later start has written nothing that is in them
+        for name, there in superfluous:
+            self._remove([name] if name in there else [])  # what has none is no checkpoint
+            self._remove(there.keys() - {name})
 
     # ---- another machine -----------------------------------------------------------------------
 
@@ -309,7 +325,7 @@ class Mirror:
         The files of the folder stay where it was the last that wrote to the URL.
         """
         own = stores.known_identifier(folder)
-        if not (owner := self._owner()).startswith(f"{own},"):
+        if not stores.is_of(owner := self._owner(), own):
             names = [name for name in (*stores.RUN_FILES, *RUN_FILES) if self._has(name)]
             for run_folder in stores.RUN_FOLDERS:
                 names += self._listed(run_folder)
@@ -335,6 +351,10 @@ class Mirror:
         if content is not None and (not path.is_file() or path.read_bytes() != content):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
+
+
+def _folder_of(step: int) -> str:
+    return stores.name_in(step, "").rstrip("/")
 
 
 def _text_in(content: bytes | None, field: str) -> str:

@@ -137,10 +137,12 @@ class StoreHub:
         connection.sock.settimeout(None)  # it asks when it needs something
         threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
 
-    def stores_of_parts(self, parts_of: Mapping[str, int]) -> dict[str, dict[str, str]]:
+    def stores_of_parts(self, parts_of: Mapping[str, int], start: str) -> dict[str, dict[str, str]]:
         """The entry of a manifest for parts that processes have written; empty: all are here.
 
-        `parts_of` has the number of the process, by part.
+        Args:
+          parts_of: the number of the process, by part.
+          start: that they are of (`stores.start_name`).
         """
         calls = {store.process: store for store in self._stores}
         place = places.shown(self._folder)
@@ -152,12 +154,14 @@ class StoreHub:
             "node": store.node,
             "folder": store.call.folder,
         }
-        return {
+        entry = {
             part: told(calls[number])
             if number in calls
             else {**here, "node": self._processes[number].node}
             for part, number in parts_of.items()
         }
+        uploaded = lambda where: {"start": start} if places.is_url(where["folder"]) else {}
+        return {part: where | uploaded(where) for part, where in entry.items()}
 
     # ---- before a start ------------------------------------------------------------------------
 
@@ -338,10 +342,11 @@ class StoreHub:
         if path.exists():
             yield functools.partial(stores.read_piece, self._folder, name, first, count)
         step = self._checkpoint.step if self._checkpoint else None
-        for part, url in fetching.urls_of(self._checkpoint).items() if self._checkpoint else ():
+        uploads = fetching.uploads_of(self._checkpoint) if self._checkpoint else {}
+        for part, upload in uploads.items():
             if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
-                found = self._mirrors.setdefault(url, Mirror(url))
-                yield functools.partial(found.read_piece, name, first, count)
+                found = self._mirrors.setdefault(upload.url, Mirror(upload.url))
+                yield functools.partial(upload.read_piece, found, step, name, first, count)
         for store in list(self._stores):
             for part in store.parts:
                 if step is not None and name.startswith(stores.name_in(step, f"{part}/")):

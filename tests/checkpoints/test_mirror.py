@@ -60,18 +60,20 @@ def facts_of_all():
     return {name: facts(content) for name, content in FILES.items()}
 
 
-def save(folder, found, step, *, until="end"):
+def save(folder, found, step, *, until="end", zero=b"zero", advance=lambda: None):
     """Saves as a run does, up to a moment at which it is killed."""
     path = manifest.begin(folder, step)
-    for name, content in FILES.items():
+    contents = FILES | {"part_0/_METADATA": zero}
+    for name, content in contents.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
-    files = facts_of_all()
+    files = {name: facts(content) for name, content in contents.items()}
     if until == "upload":
-        found._put_file(path / "part_0/d/large", stores.name_in(step, "part_0/d/large"))
+        name = stores.name_at_url(step, "part_0/d/large", found.start)
+        found._put_file(path / "part_0/d/large", name)
         return
-    found.upload(folder, step, files)
-    where = {"id": "x", "node": "n", "folder": found.url}
+    found.upload(folder, step, files, advance)
+    where = {"id": "x", "node": "n", "folder": found.url, "start": found.start}
     parts = dict.fromkeys(("part_0", "part_1"), where)
     text = manifest.describe(step, files=files, stores=parts, **SAME)
     if until == "manifest":
@@ -90,15 +92,16 @@ def test_a_store_keeps_what_the_launcher_has_and_its_own_folder_does_not_know_ye
     found.follow(folder, [1, 3], 3)  # before the manifest of step 3 has come
     found.follow(folder, [], 3)
     found.close()
-    parts = [found.held(step, facts_of_all()) for step in (1, 2, 3)]
+    starts = dict.fromkeys(("part_0", "part_1"), found.start)
+    parts = [found.held(step, facts_of_all(), starts) for step in (1, 2, 3)]
     assert parts == [["part_0", "part_1"], [], ["part_0", "part_1"]]
 
 
-def fetch(folder, step, say=lambda line: None):
+def fetch(folder, step, say=lambda line: None, zero=b"zero"):
     found = manifest.at(manifest.folder_of(folder, step))
     parts = {manifest.part_of(name) for name in FILES}
     fetching.fetch(folder, found, parts, None, lambda: None, say)
-    for name, content in FILES.items():
+    for name, content in (FILES | {"part_0/_METADATA": zero}).items():
         assert (found.path / name).read_bytes() == content
 
 
@@ -139,13 +142,40 @@ def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server, mon
     begun.write_bytes(LARGE[:1000])
     fetch(new, 4, said.append)
     assert said[0] == "fetching part_0, part_1: 4 MiB, 1000 B of them were here already"
-    name = f"{url.partition('://')[2]}/{stores.name_in(4, 'part_0/_METADATA')}"
-    server.pipe_file(name, b"zerp")
+    spoil(server, url, manifest.at(step), "part_0/_METADATA")
     monkeypatch.setattr(fetching, "RETRY_S", 0.0)
     start(third := run_folder("c"), url)
     with pytest.raises(PeerError) as error:
         fetch(third, 4)
     assert "has not the SHA-256" in str(error.value.found)
+
+
+def spoil(server, url, checkpoint, file):
+    """Changes a byte of a file at a URL."""
+    start = fetching.uploads_of(checkpoint)[manifest.part_of(file)].start
+    name = f"{url.partition('://')[2]}/{stores.name_at_url(checkpoint.step, file, start)}"
+    content = bytearray(server.cat_file(name))
+    content[-1] ^= 1
+    server.pipe_file(name, bytes(content))
+
+
+def test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are(machine):
+    run_folder, url = machine
+    old = start(first := run_folder("a"), url)
+    second, successors = run_folder("b"), []
+
+    def overtake():  # while the first uploads
+        if not successors:
+            successors.append("is saving")
+            successors[0] = start(second, url)
+            save(second, successors[0], 2, zero=b"new!")
+
+    with pytest.raises(LostLeaseError, match="another start"):
+        save(first, old, 2, advance=overtake)
+    last = start(third := run_folder("c"), url)
+    fetch(third, 2, zero=b"new!")
+    last.keep([9], last=8)
+    assert last._steps() == []  # what the stale start has left goes, too
 
 
 def test_the_last_that_wrote_says_what_the_run_is(machine):

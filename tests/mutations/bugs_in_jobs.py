@@ -262,15 +262,25 @@ JOBS = (
     Bug(
         name="url-of-two-owners",
         module="holmesjax.checkpoints.mirror",
-        old="if (found := self._owner()) != self._start:",
+        old="if (found := self._owner()) != self.start:",
         new="if not (found := self._owner()):",
         wrong="a start writes to a URL that another start has taken over",
         tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),
     ),
     Bug(
+        name="one-folder-for-all-starts",
+        module="holmesjax.checkpoints.stores",
+        old='f"{start}/{file}" if start else file',
+        new="file",
+        wrong="a late upload of a stale start replaces what its successor has committed",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are",
+        ),
+    ),
+    Bug(
         name="older-files-of-a-store",
         module="holmesjax.checkpoints.mirror",
-        old="""if not (owner := self._owner()).startswith(f"{own},"):""",
+        old="if not stores.is_of(owner := self._owner(), own):",
         new="if owner := self._owner():",
         wrong="a start on the machine that wrote last loses what it wrote since its last save",
         tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),
