@@ -25,6 +25,7 @@ from holmesjax.checkpoints import (
     manifest,
     mirror,
     resume,
+    retention,
     second_reading,
     stores,
     writing,
@@ -426,8 +427,8 @@ class Trainer:
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
         config = self.job.config.checkpoint
-        retention = Retention(self.run_dir, config, lease.move, say, lease.check, copy)
-        retention.after_start()
+        keeps = Retention(self.run_dir, config, lease.move, say, lease.check, copy)
+        keeps.after_start()
         commit = functools.partial(
             committing.commit,
             start,
@@ -446,7 +447,7 @@ class Trainer:
             self.run_dir,
             1,
             commit,
-            retention,
+            keeps,
             say,
             committed,
             limit_s=60 * config.failing_minutes,
@@ -468,7 +469,8 @@ class Trainer:
         if copy:
             stack.callback(copy.close)
             try:
-                copy.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
+                start = stores.start_name(stores.identifier(self.run_dir), lease.epoch)
+                copy.begin(start, retention.set_aside(self.run_dir))
             except OSError as error:
                 raise of_system(error) from None
         return copy

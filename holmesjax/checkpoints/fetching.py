@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmesjax import units
-from holmesjax.checkpoints import stores
+from holmesjax.checkpoints import manifest, stores
 from holmesjax.checkpoints.copy_progress import CopyProgress
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.mirror import Mirror
@@ -54,7 +54,8 @@ def fetch(
       advance: called with each piece.
       say: takes lines that tell how far it is.
 
-    Raises PeerError if a part cannot be fetched now.
+    Raises PeerError if a part cannot be fetched now, and DamagedError if a file of a part at a URL
+    has not come as it was written, twice.
     """
     files = checkpoint.manifest["files"]
     here = lambda: set(stores.held(folder, checkpoint.step, files))
@@ -72,7 +73,13 @@ def fetch(
             if copy.part not in here():
                 upload = uploads_of(checkpoint).get(copy.part)
                 sources = [functools.partial(_of_upload, upload, copy.step)] if upload else []
-                _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
+                try:
+                    _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
+                except stores.ChangedError as error:
+                    if upload is None:
+                        raise _unfetched(copy, "cannot be fetched", error) from None
+                    what = f"another SHA-256 of what {upload.url} has, twice"
+                    raise manifest.damaged(checkpoint, error.file, "is damaged", what) from None
     progress.end(f"fetched {names}")
 
 
@@ -92,6 +99,20 @@ class Upload:
         """Bytes of a file of the run folder, by its name there, as `stores.read_piece`."""
         file = name.removeprefix(stores.name_in(step, ""))
         return mirror.read_piece(stores.name_at_url(step, file, self.start), first, count)
+
+
+def fetch_again(
+    checkpoint: Checkpoint,
+    part: str,
+    advance: Callable[[], object],
+    say: Callable[[str], object],
+) -> None:
+    """Brings a part that is at a URL here once more, since what is here is damaged.
+
+    Raises as `fetch`.
+    """
+    manifest.set_part_aside(checkpoint, part)
+    fetch(checkpoint.path.parent.parent, checkpoint, [part], None, advance, say)
 
 
 def uploads_of(checkpoint: Checkpoint) -> dict[str, Upload]:
@@ -125,7 +146,9 @@ def _fetch_part(
     progress: CopyProgress,
     advance: Callable[[], object],
 ) -> None:
+    """Raises PeerError, and ChangedError for a file at a URL that was changed twice."""
     deadline_s, seen = time.monotonic() + RETRY_S, progress.done
+    changed: set[str] = set()
     while True:
         problem: Exception = LookupError("no store is known that has it")
         for source in sources:
@@ -135,6 +158,11 @@ def _fetch_part(
                         _fetch_file(copy, file, read, progress, advance)
                 copy.finish()
                 return
+            except stores.ChangedError as error:
+                if error.file in changed:
+                    raise
+                changed.add(error.file)
+                problem = error
             except (OSError, ValueError, UnreadError) as error:
                 problem = error
         if progress.done > seen and not progress.is_too_much:

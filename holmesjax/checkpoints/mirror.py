@@ -26,7 +26,7 @@ from typing import Any
 from holmesjax.checkpoints import manifest, stores
 from holmesjax.data import object_stores, optional_packages
 from holmesjax.errors import ConfigError, HolmesError, LeaseError, LostLeaseError, of_system
-from holmesjax.files import places
+from holmesjax.files import places, run_folder
 from holmesjax.files.whole_files import write_whole
 from holmesjax.liveness.lease import Lease
 
@@ -46,7 +46,8 @@ THREADS = 4  # files that are written at once; each holds a block or two
 BLOCK_BYTES = 16 << 20
 MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
 # Of a run folder, besides what a process of another store needs (`stores.run_files`).
-RUN_FILES = ("metrics.jsonl", "allowed.json", "allowed_differences.json")
+RUN_FILES = (run_folder.METRICS, run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES)
+DAMAGED = "manifest.damaged.json"  # of a checkpoint that counts no more
 
 
 class Mirror:
@@ -62,6 +63,9 @@ class Mirror:
         self._root = url.partition("://")[2]
         self.start = ""  # until `begin`
         self._published: dict[str, tuple[int, int]] = {}  # size and time of each file that is there
+        self._committed: set[int] = set()  # steps whose manifest is known to be there
+        self._dropped: set[int] = set()  # damaged checkpoints, of which the URL is not rid yet
+        self._followed: tuple[Path, Collection[int], int] | None = None  # which is not done yet
         self._follower = ThreadPoolExecutor(1, "mirror")
 
     @functools.cached_property
@@ -146,14 +150,17 @@ class Mirror:
 
     # ---- whose it is ---------------------------------------------------------------------------
 
-    def begin(self, start: str, *, writes: bool = True) -> None:
+    def begin(self, start: str, dropped: Collection[int] = (), *, writes: bool = True) -> None:
         """Makes it that of one start of the run, by its name, as `stores.begin`.
 
-        One of the processes of a folder `writes`; the others know whose it is.
+        One of the processes of a folder `writes`; the others know whose it is. The checkpoints
+        after the steps `dropped` were found damaged.
         """
         self.start = start
         if writes:
             self.put(stores.OWNER, json.dumps({"start": start}).encode())
+            self._dropped.update(dropped)
+            self._drop()
 
     def check(self) -> None:
         """Raises LostLeaseError if another start has begun since."""
@@ -260,11 +267,21 @@ class Mirror:
         except LostLeaseError:
             self.withdraw(step)
             raise
+        self._committed.add(step)
 
     def withdraw(self, step: int) -> None:
         """Takes a commit back."""
+        self._committed.discard(step)
         with contextlib.suppress(FileNotFoundError):
             self._remove([stores.name_in(step, manifest.MANIFEST)])
+
+    def _drop(self) -> None:
+        """Takes back the commits of damaged checkpoints, whose steps can then be saved again."""
+        for step in sorted(self._dropped):
+            if content := self.read(stores.name_in(step, manifest.MANIFEST)):
+                self.put(stores.name_in(step, DAMAGED), content)
+                self.withdraw(step)
+            self._dropped.discard(step)
 
     def _publish(self, folder: Path) -> None:
         """Writes the files of the run that have changed."""
@@ -276,23 +293,41 @@ class Mirror:
                     self._put_file(folder / name, name)
                     self._published[name] = version
 
-    def follow(self, folder: Path, steps: Collection[int], last: int) -> None:
-        """Removes what the launcher has not kept, of whose steps `steps` are; does not wait."""
-        self._follower.submit(self._tell, lambda: self._follow(folder, steps, last))
+    def follow(
+        self, folder: Path, steps: Collection[int], last: int, dropped: Collection[int] = ()
+    ) -> None:
+        """Removes what the launcher has not kept, of whose steps `steps` are; does not wait.
+
+        `dropped` are those of damaged checkpoints. What is asked for last is done, once.
+        """
+        self._dropped.update(dropped)
+        if steps or self._followed is None:
+            self._followed = folder, steps, last
+        self._follower.submit(self._tell, self._follow)
 
     def take(self, step: int, text: str) -> None:
         """Writes a manifest that the launcher has committed; does not wait."""
         name = stores.name_in(step, manifest.MANIFEST)
         self._follower.submit(self._tell, lambda: self.put(name, text.encode()))
 
-    def _follow(self, folder: Path, steps: Collection[int], last: int) -> None:
+    def _follow(self) -> None:
+        followed, self._followed = self._followed, None
+        if followed is None:  # by what was asked for before
+            return
+        self._follow_now(*followed)
+
+    def _follow_now(self, folder: Path, steps: Collection[int], last: int) -> None:
+        self._drop()
         self._publish(folder)
         if steps:
             self.keep(steps, last)
-        for step in steps:  # that could not be written at the time
+        for step in sorted(set(steps) - self._committed):  # that could not be written at the time
             path = manifest.folder_of(folder, step) / manifest.MANIFEST
-            if path.is_file() and not self._has(name := stores.name_in(step, manifest.MANIFEST)):
+            if not path.is_file():
+                continue
+            if not self._has(name := stores.name_in(step, manifest.MANIFEST)):
                 self.put(name, path.read_bytes(), replaces=False)
+            self._committed.add(step)
 
     def _tell(self, do: Callable[[], object]) -> None:
         try:
@@ -334,9 +369,11 @@ class Mirror:
             if owner:
                 say(f"run folder  {len(names)} files from {self.url}, which another start wrote")
         here = dict(manifest.finished(folder))
-        for step in sorted(set(self.steps()) - set(here)):
+        is_sound = lambda path: manifest.is_sound(manifest.at(path).manifest)
+        damaged = {step for step, path in here.items() if not is_sound(path)}
+        for step in sorted(set(self.steps()) - (set(here) - damaged)):
             path = manifest.folder_of(folder, step)
-            if path.exists():  # parts of another save than that of the manifest
+            if path.exists() and step not in damaged:  # parts of another save than the manifest's
                 lease.move(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.removed"))
             if content := self.read(stores.name_in(step, manifest.MANIFEST)):
                 path.mkdir(parents=True, exist_ok=True)

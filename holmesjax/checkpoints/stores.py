@@ -257,6 +257,14 @@ def keep(folder: Path, steps: Collection[int], last: int, dropped: Collection[in
     return lacking
 
 
+class ChangedError(ValueError):
+    """A file that was fetched has another SHA-256 than in its manifest."""
+
+    def __init__(self, file: str):
+        super().__init__(f"{file} has not the SHA-256 of its manifest")
+        self.file = file
+
+
 @dataclass(frozen=True, kw_only=True)
 class Copy:
     """A part that is being fetched into a store.
@@ -317,14 +325,14 @@ class Copy:
     def finish(self) -> None:
         """Renames the copy, on the disk when this returns.
 
-        Raises ValueError if a file is not what the manifest says; it is then removed.
+        Raises ChangedError if a file is not what the manifest says; it is then removed.
         """
         growing = self.path.with_name(self.part + FETCHING)
         for file, facts in self.own_files.items():
             path = self.growing(file)
             if facts["sha256"] and manifest.sha256_of(path) != facts["sha256"]:
                 path.unlink()
-                raise ValueError(f"{file} has not the SHA-256 of its manifest")
+                raise ChangedError(file)
         whole_files.sync_below(growing)
         if self.path.exists():  # not whole: nothing is fetched that is
             self.path.rename(self.path.with_name(f"{self.part}.{secrets.token_hex(4)}.damaged"))

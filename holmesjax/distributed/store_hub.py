@@ -235,7 +235,7 @@ class StoreHub:
 
     def _refuse_newer(self, step: int) -> None:
         """Raises CheckpointError where a store knows a checkpoint that the launcher has lost."""
-        known = set(dict(manifest.finished(self._folder))) | set(self._dropped())
+        known = {*dict(manifest.finished(self._folder)), *retention.set_aside(self._folder)}
         for store in self._stores:
             newer = [later for later in store.steps if later > step and later not in known]
             if newer:
@@ -246,11 +246,6 @@ class StoreHub:
                     fix=f"copy checkpoints/step_{max(newer):08d}/manifest.json and committed.json "
                     "from there into the launcher's run folder; or name another run.dir everywhere",
                 )
-
-    def _dropped(self) -> list[int]:
-        names = manifest.listed(self._folder / manifest.FOLDER)
-        found = filter(None, map(retention.DAMAGED.fullmatch, names))
-        return sorted({int(match[1]) for match in found})
 
     def _refuse_split_stages(self) -> None:
         """Raises ConfigError where the processes of a stage have different stores."""
@@ -287,7 +282,7 @@ class StoreHub:
     def _keep(self, last: int) -> None:
         """Tells each store which checkpoints there are, and gives it the manifests it lacks."""
         steps = [step for step, _ in manifest.finished(self._folder)]
-        dropped = [step for step in self._dropped() if step not in steps]
+        dropped = retention.set_aside(self._folder)
         resumed = [self._checkpoint.step] if self._checkpoint and last == ALL else []
         for store in {s.call.id: s for s in self._stores if not s.is_lost}.values():
             try:

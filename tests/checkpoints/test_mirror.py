@@ -1,6 +1,7 @@
 """Run folders in an object store: what is written there, and what another machine has of it."""
 
 import errno
+import functools
 import hashlib
 import io
 import os
@@ -9,10 +10,10 @@ import shutil
 import pytest
 import s3fs
 
-from holmesjax.checkpoints import committed, fetching, manifest, mirror, stores
+from holmesjax.checkpoints import committed, fetching, manifest, mirror, second_reading, stores
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
-from holmesjax.errors import HolmesError, LostLeaseError, PeerError
+from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from holmesjax.trainer import Trainer
@@ -143,11 +144,11 @@ def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server, mon
     fetch(new, 4, said.append)
     assert said[0] == "fetching part_0, part_1: 4 MiB, 1000 B of them were here already"
     spoil(server, url, manifest.at(step), "part_0/_METADATA")
-    monkeypatch.setattr(fetching, "RETRY_S", 0.0)
     start(third := run_folder("c"), url)
-    with pytest.raises(PeerError) as error:
+    with pytest.raises(DamagedError, match="is damaged") as error:  # and no other try
         fetch(third, 4)
-    assert "has not the SHA-256" in str(error.value.found)
+    damaged = manifest.at(manifest.folder_of(third, 4))
+    assert manifest.damaged_part(damaged, error.value) == "part_0"
 
 
 def spoil(server, url, checkpoint, file):
@@ -157,6 +158,23 @@ def spoil(server, url, checkpoint, file):
     content = bytearray(server.cat_file(name))
     content[-1] ^= 1
     server.pipe_file(name, bytes(content))
+
+
+def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine):
+    run_folder, url = machine
+    here, said = run_folder("a"), []
+    found = start(here, url)
+    for step in (1, 2):
+        save(here, found, step)
+    checkpoint = manifest.at(manifest.folder_of(here, 2))
+    (checkpoint.path / "part_0/_METADATA").write_bytes(b"zerp")
+    confirm = functools.partial(second_reading.confirm, say=said.append)
+    with Lease(here) as lease, pytest.raises(PeerError, match="has read it as it was written"):
+        manifest.newest(here, said.append, move=lease.move, confirm=confirm)
+    manifest.verify(checkpoint)
+    (checkpoint.path / manifest.MANIFEST).write_text("{}")
+    start(here, url, epoch=2)
+    assert manifest.newest(here, pytest.fail).step == 2
 
 
 def test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are(machine):
@@ -211,6 +229,8 @@ def test_what_the_run_folder_has_not_kept_goes(machine):
     found.keep([2, 3], last=4)
     found.keep([2], last=3)  # the newest goes only where there is a newer one
     assert (found.steps(), found._steps()) == ([2, 3], [2, 3, 5])
+    found._has = pytest.fail  # of what this start has committed, the store is not asked
+    found._follow_now(here, [2, 3], 3)
 
 
 def test_the_url_of_another_run_is_refused(machine):
@@ -274,15 +294,19 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     assert "; the next is tried in " in said.getvalue()
     assert Mirror(url).steps() == [4, 6]
     assert [found.step for found in manifest.find(folder)] == [6, 4]
+    newest = manifest.find(folder)[0]
+    spoil(server, url, newest, "part_0/_METADATA")
     shutil.rmtree(folder)  # another machine
-    Mirror(url).withdraw(6)  # as if killed before
-    Mirror(url).put(committed.RECORD, b'{"step": 4}')
     with Lease(folder) as lease:
         mirror.open_run(url, lease, lambda line: None)
     again = Trainer(folder, [], said)
     assert again.job.config.run.dir == url
     again.train()
     assert "fetching part_0" in said.getvalue()
+    assert "the checkpoint after step 4 is used instead" in said.getvalue()
+    assert Mirror(url).steps() == [4, 6]  # the damaged one has been withdrawn
+    newest = manifest.find(folder)[0]
+    assert fetching.held_at_urls(newest) == fetching.uploads_of(newest).keys()
     losses = lambda records: [record["loss"] for record in records]
     assert losses(again.history) == losses(first) == losses(undisturbed)
     shutil.rmtree(folder)

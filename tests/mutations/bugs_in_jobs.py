@@ -278,6 +278,36 @@ JOBS = (
         ),
     ),
     Bug(
+        name="damage-stays-at-the-url",
+        module="holmesjax.checkpoints.mirror",
+        old="self._dropped.update(dropped)\n            self._drop()",
+        new="pass",
+        wrong="a damaged checkpoint counts at its URL for ever, and its step cannot be saved again",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder",
+        ),
+    ),
+    Bug(
+        name="local-damage-gives-up-the-url",
+        module="holmesjax.checkpoints.second_reading",
+        old="if part in fetching.uploads_of(checkpoint):",
+        new="if False:",
+        wrong="a part that rots on one disk costs the whole copy of it at the URL",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_what_is_damaged_here_alone_is_brought_again_from_the_url",
+        ),
+    ),
+    Bug(
+        name="commits-hold-up-the-launcher",
+        module="launch.attempt",
+        old="self._saving.append(self._saver.submit(take))",
+        new="take()",
+        wrong="a store that is away makes the launcher deaf for minutes",
+        tests=(
+            "tests/launch/test_supervisor.py::test_a_commit_that_waits_for_a_store_holds_up_nothing_else",
+        ),
+    ),
+    Bug(
         name="older-files-of-a-store",
         module="holmesjax.checkpoints.mirror",
         old="if not stores.is_of(owner := self._owner(), own):",
