@@ -344,8 +344,11 @@ def part_of(file: str) -> str:
 
 
 def damaged_part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
-    """The part in which something is wrong, if it is in one; a process may be named before it."""
-    _, found, rest = error.where.rpartition(f"{checkpoint.path}/")
+    """The part in which something is wrong, if it is in one.
+
+    A process may be named before it, and the run folder may be that of another machine.
+    """
+    _, found, rest = error.where.rpartition(f"/{FOLDER}/{checkpoint.path.name}/")
     name = part_of(rest)
     return name if found and name.startswith(PART) else None
 
