@@ -13,10 +13,12 @@ import s3fs
 from holmesjax.checkpoints import committed, fetching, manifest, mirror, second_reading, stores
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
+from holmesjax.data import object_stores
 from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from holmesjax.trainer import Trainer
+from launch.verbs import gather
 from tests.data.object_store import object_store
 from tests.jobs import write_run
 
@@ -159,6 +161,18 @@ def spoil(server, url, checkpoint, file):
     content = bytearray(server.cat_file(name))
     content[-1] ^= 1
     server.pipe_file(name, bytes(content))
+
+
+def test_a_gathered_checkpoint_is_trained_on_from_its_url(machine):
+    run_folder, url = machine
+    here, gathered = run_folder("a"), f"{url}/gathered"
+    save(here, start(here, url), 1)
+    checkpoint, read = manifest.find(here)[0], functools.partial(stores.read_piece, here)
+    gather._write_all(object_stores.path_of(gathered), here, checkpoint, read)
+    new = places.folder_of(gathered)
+    start(new, gathered)
+    assert manifest.newest(new, pytest.fail, fetches=True).step == 1
+    fetch(new, 1)
 
 
 def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine):
