@@ -292,7 +292,7 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
 ):
     url, said = "s3://runs/trained", io.StringIO()
     run_file = write_run(tmp_path, {"a": (1,)})
-    settings = ["model.num_layers=1", "model.width=16", "checkpoint.every=2", "train.steps=6"]
+    settings = ["model.num_layers=1", "model.width=16", "checkpoint.every=2", "train.steps=8"]
     folder = places.folder_of(url)
     undisturbed = Trainer(run_file, settings).train()
     upload = Mirror.upload
@@ -307,11 +307,12 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
         first = Trainer(run_file, [*settings, f"run.dir={url}"], said).train()
     assert "warning: no checkpoint after step 2: no answer" in said.getvalue()
     assert "; the next is tried in " in said.getvalue()
-    assert Mirror(url).steps() == [4, 6]
-    assert [found.step for found in manifest.find(folder)] == [6, 4]
-    newest = manifest.find(folder)[0]
-    spoil(server, url, newest, "part_0/_METADATA")
+    assert Mirror(url).steps() == [4, 6, 8]
+    assert [found.step for found in manifest.find(folder)] == [8, 6, 4]
+    spoil(server, url, manifest.find(folder)[1], "part_0/_METADATA")
     shutil.rmtree(folder)  # another machine
+    Mirror(url).withdraw(8)  # as if killed before
+    Mirror(url).put(committed.RECORD, b'{"step": 6}')
     with Lease(folder) as lease:
         mirror.open_run(url, lease, lambda line: None)
     again = Trainer(folder, [], said)
@@ -319,9 +320,10 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     again.train()
     assert "fetching part_0" in said.getvalue()
     assert "the checkpoint after step 4 is used instead" in said.getvalue()
-    assert Mirror(url).steps() == [4, 6]  # the damaged one has been withdrawn
-    newest = manifest.find(folder)[0]
-    assert fetching.held_at_urls(newest) == fetching.uploads_of(newest).keys()
+    assert Mirror(url).steps() == [4, 6, 8]  # the damaged one was withdrawn, and saved again
+    found = manifest.find(folder)[1]
+    assert fetching.held_at_urls(found) == {"part_0"}
+    fetching.fetch_again(found, "part_0", lambda: None, said.write)
     losses = lambda records: [record["loss"] for record in records]
     assert losses(again.history) == losses(first) == losses(undisturbed)
     shutil.rmtree(folder)
