@@ -23,7 +23,7 @@ from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError
-from holmesjax.files import places, yaml_files
+from holmesjax.files import places, run_folder, yaml_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
@@ -40,7 +40,6 @@ from holmesjax.topology.machines import Node, Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
-METRICS = "metrics.jsonl"  # has a line for each step
 PROFILES = "profiles"  # what JAX's profiler writes of steps
 
 # Who reads the data on this machine: the one process of a run, or the processes of a node.
@@ -437,7 +436,7 @@ def saved_tokenizer(run_dir: Path, config: Config) -> str:
 def has_trained(run_dir: str | Path) -> bool:
     """Whether a run has made a step; false where its folder cannot be read."""
     try:
-        return (Path(run_dir) / METRICS).stat().st_size > 0
+        return (Path(run_dir) / run_folder.METRICS).stat().st_size > 0
     except OSError:
         return False
 

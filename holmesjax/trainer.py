@@ -25,6 +25,7 @@ from holmesjax.checkpoints import (
     manifest,
     mirror,
     resume,
+    retention,
     second_reading,
     stores,
     writing,
@@ -426,8 +427,8 @@ class Trainer:
     ) -> Saves:
         """The checkpoints of the session; what a crash has left behind is removed."""
         config = self.job.config.checkpoint
-        retention = Retention(self.run_dir, config, lease.move, say, lease.check, copy)
-        retention.after_start()
+        keeps = Retention(self.run_dir, config, lease.move, say, lease.check, copy)
+        keeps.after_start()
         commit = functools.partial(
             committing.commit,
             start,
@@ -446,7 +447,7 @@ class Trainer:
             self.run_dir,
             1,
             commit,
-            retention,
+            keeps,
             say,
             committed,
             limit_s=60 * config.failing_minutes,
@@ -454,9 +455,11 @@ class Trainer:
 
     def _stores_of_parts(self, copy: Mirror | None) -> dict[str, dict[str, str]]:
         """The entry of a manifest for parts that an object store has; empty: it has none."""
+        if copy is None:
+            return {}
         where = {"id": stores.identifier(self.run_dir), "node": socket.gethostname()}
-        parts = [manifest.part_name(chunk.number) for chunk in self._chunks]
-        return {part: {**where, "folder": copy.url} for part in parts} if copy else {}
+        where |= {"folder": copy.url, "start": copy.start}
+        return {manifest.part_name(chunk.number): where for chunk in self._chunks}
 
     def _begin_copy(
         self, stack: ExitStack, lease: Lease, say: Callable[[str], None]
@@ -466,7 +469,8 @@ class Trainer:
         if copy:
             stack.callback(copy.close)
             try:
-                copy.begin(stores.start_name(stores.identifier(self.run_dir), lease.epoch))
+                start = stores.start_name(stores.identifier(self.run_dir), lease.epoch)
+                copy.begin(start, retention.set_aside(self.run_dir))
             except OSError as error:
                 raise of_system(error) from None
         return copy
@@ -475,7 +479,7 @@ class Trainer:
         """Brings parts here that only an object store has."""
         if checkpoint is None:
             return
-        parts = fetching.urls_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
+        parts = fetching.uploads_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
         fetching.fetch(self.run_dir, checkpoint, parts, None, lambda: None, self._print)
         manifest.refuse_elsewhere(checkpoint)
 

@@ -13,11 +13,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax.checkpoints import committing, manifest, mirror, resume, stores
+from holmesjax.checkpoints import committing, manifest, mirror, resume, retention, stores
 from holmesjax.checkpoints.commit_alarm import CommitAlarm
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
@@ -157,17 +158,22 @@ class Attempt:
         leaders = [process.name for process in processes if process.leads]
         self._alarm = CommitAlarm(self._job.config.checkpoint, start.step, leaders)
         self._part_of: dict[str, int] = {}  # part -> the process that writes it
+        # Commits may wait for an object store, so they have a thread, which takes them in order.
+        self._saver = ThreadPoolExecutor(1, "saves")
+        self._saving: deque[Future[None]] = deque()
         with ExitStack() as stack:
             self._hub = self._open_hub()
+            start_name = stores.start_name(self._hub.id, lease.epoch, restart)
             stack.callback(self._hub.close)
             if self._mirror:
                 stack.callback(self._mirror.close)
-                self._mirror.begin(stores.start_name(self._hub.id, lease.epoch))
+                self._mirror.begin(start_name, retention.set_aside(self._job.run_dir))
             self._controller = stack.enter_context(self._open_controller())
             self._recorder = stack.enter_context(self._open_recorder())
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
             self._scrub = stack.enter_context(Scrub(self._job.run_dir, mb_per_s, print_line))
             self._hub.on_damage = self._scrub.found
+            stack.callback(self._saver.shutdown)
             self._opened = stack.pop_all()
         self._agreement = DataAgreement(processes, self._controller.send)
         self._meetings = Agreement(self._job.plan.island_of)
@@ -179,7 +185,7 @@ class Attempt:
                 committing.commit,
                 start,
                 data=self._data,
-                stores=lambda: self._hub.stores_of_parts(self._part_of),
+                stores=lambda: self._hub.stores_of_parts(self._part_of, start_name),
                 owner=lease,
                 mirror=self._mirror,
             ),
@@ -345,6 +351,7 @@ class Attempt:
         while len(self.exited) < len(self._processes):
             self._loop_watch.turn()
             self._hub.raise_problem()
+            self._end_saves()
             if self._stops and not self.up:  # nothing has been trained that could be saved
                 raise SystemExit(leaving(self._stops.first))
             if self._stops.is_impatient:
@@ -359,22 +366,37 @@ class Attempt:
             self._agreement.check()
             while self.output and time.monotonic() > self.output[0][0] + DELAY_S:
                 print_line(self.output.popleft()[1])
-            try:
-                event = self._controller.events.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            self._hear(event)
-            self._saves.check()
-            if len(self.done) == len(self._processes) and end_s is None:
+            is_done = len(self.done) == len(self._processes) and end_s is None
+            if is_done and self._saving:
+                self._progress.note()  # the last commit is waited for, and nobody trains
+            elif is_done:
                 self._hub.settle()
                 self._controller.broadcast(AllDone())
                 end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
+            with contextlib.suppress(queue.Empty):
+                self._hear(self._controller.events.get(timeout=0.2))
         for _, line in self.output:
             print_line(line)
+        while self._saving:
+            self._saving.popleft().result()
         self._saves.check(at_end=True)
         steps = set(self.done.values())
         assert len(steps) == 1, f"the processes ended after different steps: {self.done}"
         return steps.pop()
+
+    def _save(self, take: Callable[[], None]) -> None:
+        """Lets the thread of the saves take what a process has told of one; does not wait."""
+        self._saving.append(self._saver.submit(take))
+
+    def _end_saves(self) -> None:
+        """Raises what has come of the saves, as `Saves` does, and LostLeaseError."""
+        while self._saving and self._saving[0].done():
+            self._saving.popleft().result()
+        self._saves.check()
+
+    def _take_saved(self, number: int, saved: Saved) -> None:
+        self._part_of |= {manifest.part_of(file): number for file in saved.files}
+        self._saves.saved(saved.step, saved.arrays, saved.files, self._processes[number].name)
 
     def _hear(self, event: ProcessEvent) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""
@@ -396,13 +418,13 @@ class Attempt:
             case Met(step=step, weights=weights, owned=owned):
                 stage = self._processes[number].stage
                 self._meetings.take(step, stage, Digests(weights, owned))
-            case Saved(step=step, arrays=arrays, files=files):
-                self._part_of |= {manifest.part_of(file): number for file in files}
-                self._saves.saved(step, arrays, files, name)
+            case Saved() as saved:
+                self._save(functools.partial(self._take_saved, number, saved))
             case Unsaved(step=step, reason=reason):
                 leads = self._processes[number].leads
                 why = f"{name} says {reason}" if reason else ""
-                self._saves.failed(step, why, name, counts=leads)
+                failed = functools.partial(self._saves.failed, step, why, name, counts=leads)
+                self._save(failed)
             case Done(step=step):
                 self.done[number] = step
             case Stop(signal=signal_number):

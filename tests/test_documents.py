@@ -13,10 +13,10 @@ import pytest
 from benchmarks.lab_rows import ROWS
 from docs import package_graph, pictures
 from holmesjax import config as configs, job
-from holmesjax.checkpoints import resume, skipped_data
+from holmesjax.checkpoints import skipped_data
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
-from holmesjax.files import yaml_files
+from holmesjax.files import run_folder, yaml_files
 from holmesjax.job import Job
 from holmesjax.lab import scaled_topology as lab
 from holmesjax.liveness import lease
@@ -149,7 +149,7 @@ def test_every_key_of_an_options_file_is_on_its_page(page, options):
 
 def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
     page = (CHECKOUT / "docs/run_folder.md").read_text()
-    files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, resume.ALLOWED)
+    files = (metrics.FILE, report_page.FILE, trace.FILE, recorder.TIMELINE, run_folder.ALLOWED)
     files += (skipped_data.RECORD, lease.FILE, restarts.RECORD, job.ENVIRONMENT, lab.FILE)
     files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{process_logs.LOGS}/")
     files += (slurm.SCRIPT, slurm.OPTIONS, kubernetes.MANIFEST, kubernetes.KEY)

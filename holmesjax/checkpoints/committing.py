@@ -120,12 +120,13 @@ class Saves:
 
     def check(self, *, at_end: bool = False) -> None:
         """Raises PeerError where saves have failed for too long; at the end after any failure."""
-        if not (self._failures if at_end else self._is_spent):
+        failures = self._failures.copy()  # another thread may have saved since
+        if not failures or not (at_end or self._is_spent):
             return
         raise PeerError(  # a disk may have room again
             str(self._run_dir / manifest.FOLDER),
             "a checkpoint could not be written",
-            found=self._failures[-1],
+            found=failures[-1],
             fix="free space or choose another run.dir, then resume from the last checkpoint",
         )
 

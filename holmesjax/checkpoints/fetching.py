@@ -10,10 +10,11 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from holmesjax import units
-from holmesjax.checkpoints import stores
+from holmesjax.checkpoints import manifest, stores
 from holmesjax.checkpoints.copy_progress import CopyProgress
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.mirror import Mirror
@@ -53,7 +54,8 @@ def fetch(
       advance: called with each piece.
       say: takes lines that tell how far it is.
 
-    Raises PeerError if a part cannot be fetched now.
+    Raises PeerError if a part cannot be fetched now, and DamagedError if a file of a part at a URL
+    has not come as it was written, twice.
     """
     files = checkpoint.manifest["files"]
     here = lambda: set(stores.held(folder, checkpoint.step, files))
@@ -69,32 +71,73 @@ def fetch(
     for copy in copies:
         with _only_one(copy, advance):
             if copy.part not in here():
-                url = urls_of(checkpoint).get(copy.part)
-                sources = [functools.partial(_of_url, url)] if url else []
-                _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
+                upload = uploads_of(checkpoint).get(copy.part)
+                sources = [functools.partial(_of_upload, upload, copy.step)] if upload else []
+                try:
+                    _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
+                except stores.ChangedError as error:
+                    if upload is None:
+                        raise _unfetched(copy, "cannot be fetched", error) from None
+                    what = f"another SHA-256 of what {upload.url} has, twice"
+                    raise manifest.damaged(checkpoint, error.file, "is damaged", what) from None
     progress.end(f"fetched {names}")
 
 
-def urls_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """The parts of a checkpoint that are in object stores, with the URLs of their run folders."""
-    known = checkpoint.manifest.get("stores", {})
-    return {part: url for part, x in known.items() if (url := places.whole_url(x["folder"]))}
+@dataclass(frozen=True)
+class Upload:
+    """A part of a checkpoint in an object store.
+
+    Args:
+      url: of the run folder.
+      start: which wrote it (`stores.start_name`).
+    """
+
+    url: str
+    start: str
+
+    def read_piece(self, mirror: Mirror, step: int, name: str, first: int, count: int) -> bytes:
+        """Bytes of a file of the run folder, by its name there, as `stores.read_piece`."""
+        file = name.removeprefix(stores.name_in(step, ""))
+        return mirror.read_piece(stores.name_at_url(step, file, self.start), first, count)
+
+
+def fetch_again(
+    checkpoint: Checkpoint,
+    part: str,
+    advance: Callable[[], object],
+    say: Callable[[str], object],
+) -> None:
+    """Brings a part that is at a URL here once more, since what is here is damaged.
+
+    Raises as `fetch`.
+    """
+    manifest.set_part_aside(checkpoint, part)
+    fetch(checkpoint.path.parent.parent, checkpoint, [part], None, advance, say)
+
+
+def uploads_of(checkpoint: Checkpoint) -> dict[str, Upload]:
+    """The parts of a checkpoint that are in object stores."""
+    return {
+        part: Upload(url, where.get("start", ""))
+        for part, where in checkpoint.manifest.get("stores", {}).items()
+        if (url := places.whole_url(where["folder"]))
+    }
 
 
 def held_at_urls(checkpoint: Checkpoint) -> set[str]:
     """The parts that an object store has, each file in its size; none of a store that is away."""
     found: set[str] = set()
-    urls, files = urls_of(checkpoint), checkpoint.manifest["files"]
-    for url in dict.fromkeys(urls.values()):
-        with contextlib.suppress(OSError, HolmesError):
-            held = Mirror(url).held(checkpoint.step, files)
-            found |= {part for part in held if urls.get(part) == url}
+    uploads, files = uploads_of(checkpoint), checkpoint.manifest["files"]
+    for url in dict.fromkeys(upload.url for upload in uploads.values()):
+        starts = {part: upload.start for part, upload in uploads.items() if upload.url == url}
+        with contextlib.suppress(OSError, ValueError, HolmesError):
+            found |= set(Mirror(url).held(checkpoint.step, files, starts))
     return found
 
 
 @contextlib.contextmanager
-def _of_url(url: str) -> Iterator[Read]:
-    yield Mirror(url).read_piece
+def _of_upload(upload: Upload, step: int) -> Iterator[Read]:
+    yield functools.partial(upload.read_piece, Mirror(upload.url), step)
 
 
 def _fetch_part(
@@ -103,7 +146,9 @@ def _fetch_part(
     progress: CopyProgress,
     advance: Callable[[], object],
 ) -> None:
+    """Raises PeerError, and ChangedError for a file at a URL that was changed twice."""
     deadline_s, seen = time.monotonic() + RETRY_S, progress.done
+    changed: set[str] = set()
     while True:
         problem: Exception = LookupError("no store is known that has it")
         for source in sources:
@@ -113,6 +158,11 @@ def _fetch_part(
                         _fetch_file(copy, file, read, progress, advance)
                 copy.finish()
                 return
+            except stores.ChangedError as error:
+                if error.file in changed:
+                    raise
+                changed.add(error.file)
+                problem = error
             except (OSError, ValueError, UnreadError) as error:
                 problem = error
         if progress.done > seen and not progress.is_too_much:

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -185,7 +186,7 @@ def verify(checkpoint: Checkpoint) -> None:
     Parts that are `elsewhere` are not looked at.
     """
     manifest = checkpoint.manifest
-    if manifest.get("format") != FORMAT or manifest.get("sha256") != _manifest_sha256(manifest):
+    if not is_sound(manifest):
         raise damaged(
             checkpoint,
             MANIFEST,
@@ -217,6 +218,11 @@ def verify(checkpoint: Checkpoint) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         for error in filter(None, pool.map(check, files)):
             raise error
+
+
+def is_sound(manifest: Mapping[str, Any]) -> bool:
+    """Whether a manifest is of this format, and as it was written."""
+    return manifest.get("format") == FORMAT and manifest.get("sha256") == _manifest_sha256(manifest)
 
 
 def damaged(checkpoint: Checkpoint, name: str, problem: str, found: object) -> DamagedError:
@@ -338,10 +344,20 @@ def part_of(file: str) -> str:
 
 
 def damaged_part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
-    """The part in which something is wrong, if it is in one; a process may be named before it."""
-    _, found, rest = error.where.rpartition(f"{checkpoint.path}/")
+    """The part in which something is wrong, if it is in one.
+
+    A process may be named before it, and the run folder may be that of another machine.
+    """
+    _, found, rest = error.where.rpartition(f"/{FOLDER}/{checkpoint.path.name}/")
     name = part_of(rest)
     return name if found and name.startswith(PART) else None
+
+
+def set_part_aside(checkpoint: Checkpoint, part: str) -> None:
+    """Renames a part that is damaged here, so that it is fetched from where it is whole."""
+    path = checkpoint.path / part
+    with contextlib.suppress(FileNotFoundError):  # another process has done it, or it is not here
+        path.rename(path.with_name(f"{part}.{secrets.token_hex(4)}.damaged"))
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
@@ -435,6 +451,6 @@ def withdraw(run_dir: str | Path, step: int) -> None:
     (folder_of(run_dir, step) / MANIFEST).unlink(missing_ok=True)
 
 
-def _manifest_sha256(manifest: dict[str, Any]) -> str:
+def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -2,8 +2,10 @@
 
     s3://bucket/name/store.json, store_owner.json       as in `stores`
                      config.yaml, metrics.jsonl, ...    as the run folder has them
-                     checkpoints/step_00000100/part_0/  written by the process that saved it
+                     checkpoints/step_00000100/START/part_0/    written by the process that saved it
                                                manifest.json    written last, and never replaced
+
+START is the name of the start that wrote (`stores.start_name`). No other start writes there.
 
 All methods raise OSError for what a store says, or does not say in time.
 """
@@ -24,7 +26,7 @@ from typing import Any
 from holmesjax.checkpoints import manifest, stores
 from holmesjax.data import object_stores, optional_packages
 from holmesjax.errors import ConfigError, HolmesError, LeaseError, LostLeaseError, of_system
-from holmesjax.files import places
+from holmesjax.files import places, run_folder
 from holmesjax.files.whole_files import write_whole
 from holmesjax.liveness.lease import Lease
 
@@ -44,7 +46,8 @@ THREADS = 4  # files that are written at once; each holds a block or two
 BLOCK_BYTES = 16 << 20
 MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
 # Of a run folder, besides what a process of another store needs (`stores.run_files`).
-RUN_FILES = ("metrics.jsonl", "allowed.json", "allowed_differences.json")
+RUN_FILES = (run_folder.METRICS, run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES)
+DAMAGED = "manifest.damaged.json"  # of a checkpoint that counts no more
 
 
 class Mirror:
@@ -58,8 +61,11 @@ class Mirror:
     def __init__(self, url: str, say: Callable[[str], object] = print):
         self.url, self._say = url, say
         self._root = url.partition("://")[2]
-        self._start = ""  # until `begin`
+        self.start = ""  # until `begin`
         self._published: dict[str, tuple[int, int]] = {}  # size and time of each file that is there
+        self._committed: set[int] = set()  # steps whose manifest is known to be there
+        self._dropped: set[int] = set()  # damaged checkpoints, of which the URL is not rid yet
+        self._followed: tuple[Path, Collection[int], int] | None = None  # which is not done yet
         self._follower = ThreadPoolExecutor(1, "mirror")
 
     @functools.cached_property
@@ -144,18 +150,21 @@ class Mirror:
 
     # ---- whose it is ---------------------------------------------------------------------------
 
-    def begin(self, start: str, *, writes: bool = True) -> None:
+    def begin(self, start: str, dropped: Collection[int] = (), *, writes: bool = True) -> None:
         """Makes it that of one start of the run, by its name, as `stores.begin`.
 
-        One of the processes of a folder `writes`; the others know whose it is.
+        One of the processes of a folder `writes`; the others know whose it is. The checkpoints
+        after the steps `dropped` were found damaged.
         """
-        self._start = start
+        self.start = start
         if writes:
             self.put(stores.OWNER, json.dumps({"start": start}).encode())
+            self._dropped.update(dropped)
+            self._drop()
 
     def check(self) -> None:
         """Raises LostLeaseError if another start has begun since."""
-        if (found := self._owner()) != self._start:
+        if (found := self._owner()) != self.start:
             problem = "belongs to another start of the run by now, so nothing is written"
             fix = "let the other start go on"
             raise LostLeaseError(self.url, problem, found=found, fix=fix)
@@ -202,13 +211,18 @@ class Mirror:
         with self._telling(name):
             return bool(self._store.exists(self._at(name)))
 
-    def held(self, step: int, files: Mapping[str, Any]) -> list[str]:
-        """The parts of a checkpoint that are there, as `stores.held`."""
-        sizes = self._listed(f"{stores.name_in(step, '')}".rstrip("/"))
+    def held(self, step: int, files: Mapping[str, Any], starts: Mapping[str, str]) -> list[str]:
+        """The parts of a checkpoint that are there, as `stores.held`.
+
+        `starts` has the start that wrote each part; parts that it does not have are not looked for.
+        """
+        sizes = self._listed(_folder_of(step))
         whole: dict[str, bool] = {}
         for file, facts in files.items():
-            is_there = sizes.get(stores.name_in(step, file)) == int(facts["bytes"])
-            part = manifest.part_of(file)
+            if (part := manifest.part_of(file)) not in starts:
+                continue
+            name = stores.name_at_url(step, file, starts[part])
+            is_there = sizes.get(name) == int(facts["bytes"])
             whole[part] = whole.get(part, True) and is_there
         return [part for part, is_whole in whole.items() if is_whole]
 
@@ -228,14 +242,18 @@ class Mirror:
         self.check()
         if self._has(name := stores.name_in(step, manifest.MANIFEST)):
             raise FileExistsError(errno.EEXIST, "a checkpoint is there", f"{self.url}/{name}")
-        parts = sorted({manifest.part_of(file) for file in files})
-        for part in parts:  # what a save that was cut has left
-            self._remove(self._listed(stores.name_in(step, part)))
+        starts = {manifest.part_of(file): self.start for file in files}
+        for part in starts:  # what a save that was cut has left
+            self._remove(self._listed(stores.name_at_url(step, part, self.start)))
+        put = lambda file: self._put_file(
+            folder / stores.name_in(step, file),
+            stores.name_at_url(step, file, self.start),
+            advance,
+        )
         with ThreadPoolExecutor(THREADS) as pool:
-            names = [stores.name_in(step, file) for file in files]
-            list(pool.map(lambda name: self._put_file(folder / name, name, advance), names))
-        if missing := set(parts) - set(self.held(step, files)):
-            where = f"{self.url}/{stores.name_in(step, min(missing))}"
+            list(pool.map(put, files))
+        if missing := starts.keys() - set(self.held(step, files, starts)):
+            where = f"{self.url}/{stores.name_at_url(step, min(missing), self.start)}"
             raise OSError(errno.EIO, "is not there in its size after it was written", where)
         self.check()
 
@@ -249,11 +267,21 @@ class Mirror:
         except LostLeaseError:
             self.withdraw(step)
             raise
+        self._committed.add(step)
 
     def withdraw(self, step: int) -> None:
         """Takes a commit back."""
+        self._committed.discard(step)
         with contextlib.suppress(FileNotFoundError):
             self._remove([stores.name_in(step, manifest.MANIFEST)])
+
+    def _drop(self) -> None:
+        """Takes back the commits of damaged checkpoints, whose steps can then be saved again."""
+        for step in sorted(self._dropped):
+            if content := self.read(stores.name_in(step, manifest.MANIFEST)):
+                self.put(stores.name_in(step, DAMAGED), content)
+                self.withdraw(step)
+            self._dropped.discard(step)
 
     def _publish(self, folder: Path) -> None:
         """Writes the files of the run that have changed."""
@@ -265,27 +293,45 @@ class Mirror:
                     self._put_file(folder / name, name)
                     self._published[name] = version
 
-    def follow(self, folder: Path, steps: Collection[int], last: int) -> None:
-        """Removes what the launcher has not kept, of whose steps `steps` are; does not wait."""
-        self._follower.submit(self._tell, lambda: self._follow(folder, steps, last))
+    def follow(
+        self, folder: Path, steps: Collection[int], last: int, dropped: Collection[int] = ()
+    ) -> None:
+        """Removes what the launcher has not kept, of whose steps `steps` are; does not wait.
+
+        `dropped` are those of damaged checkpoints. What is asked for last is done, once.
+        """
+        self._dropped.update(dropped)
+        if steps or self._followed is None:
+            self._followed = folder, steps, last
+        self._follower.submit(self._tell, self._follow)
 
     def take(self, step: int, text: str) -> None:
         """Writes a manifest that the launcher has committed; does not wait."""
         name = stores.name_in(step, manifest.MANIFEST)
         self._follower.submit(self._tell, lambda: self.put(name, text.encode()))
 
-    def _follow(self, folder: Path, steps: Collection[int], last: int) -> None:
+    def _follow(self) -> None:
+        followed, self._followed = self._followed, None
+        if followed is None:  # by what was asked for before
+            return
+        self._follow_now(*followed)
+
+    def _follow_now(self, folder: Path, steps: Collection[int], last: int) -> None:
+        self._drop()
         self._publish(folder)
         if steps:
             self.keep(steps, last)
-        for step in steps:  # that could not be written at the time
+        for step in sorted(set(steps) - self._committed):  # that could not be written at the time
             path = manifest.folder_of(folder, step) / manifest.MANIFEST
-            if path.is_file() and not self._has(name := stores.name_in(step, manifest.MANIFEST)):
+            if not path.is_file():
+                continue
+            if not self._has(name := stores.name_in(step, manifest.MANIFEST)):
                 self.put(name, path.read_bytes(), replaces=False)
+            self._committed.add(step)
 
     def _tell(self, do: Callable[[], object]) -> None:
         try:
-            if self._start:
+            if self.start:
                 self.check()
                 do()
         except (OSError, HolmesError) as error:
@@ -294,12 +340,17 @@ class Mirror:
 
     def keep(self, steps: Collection[int], last: int) -> None:
         """Takes away the checkpoints that are not among `steps`, by the rules of `stores.keep`."""
+        superfluous: list[tuple[str, dict[str, int]]] = []
         for step in self._steps():
-            name = stores.name_in(step, manifest.MANIFEST)
-            if step in steps or step > last or (step >= max(steps) and self._has(name)):
+            if step in steps or step > last:
                 continue
-            self.withdraw(step)  # first: what has no manifest is no checkpoint
-            self._remove(self._listed(stores.name_in(step, "").rstrip("/")))
+            name, there = stores.name_in(step, manifest.MANIFEST), self._listed(_folder_of(step))
+            if step < max(steps) or name not in there:
+                superfluous.append((name, there))
+        self.check()  # behind the lists: a later start has written nothing that is in them
+        for name, there in superfluous:
+            self._remove([name] if name in there else [])  # what has none is no checkpoint
+            self._remove(there.keys() - {name})
 
     # ---- another machine -----------------------------------------------------------------------
 
@@ -309,7 +360,7 @@ class Mirror:
         The files of the folder stay where it was the last that wrote to the URL.
         """
         own = stores.known_identifier(folder)
-        if not (owner := self._owner()).startswith(f"{own},"):
+        if not stores.is_of(owner := self._owner(), own):
             names = [name for name in (*stores.RUN_FILES, *RUN_FILES) if self._has(name)]
             for run_folder in stores.RUN_FOLDERS:
                 names += self._listed(run_folder)
@@ -318,9 +369,11 @@ class Mirror:
             if owner:
                 say(f"run folder  {len(names)} files from {self.url}, which another start wrote")
         here = dict(manifest.finished(folder))
-        for step in sorted(set(self.steps()) - set(here)):
+        is_sound = lambda path: manifest.is_sound(manifest.at(path).manifest)
+        damaged = {step for step, path in here.items() if not is_sound(path)}
+        for step in sorted(set(self.steps()) - (set(here) - damaged)):
             path = manifest.folder_of(folder, step)
-            if path.exists():  # parts of another save than that of the manifest
+            if path.exists() and step not in damaged:  # parts of another save than the manifest's
                 lease.move(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.removed"))
             if content := self.read(stores.name_in(step, manifest.MANIFEST)):
                 path.mkdir(parents=True, exist_ok=True)
@@ -335,6 +388,10 @@ class Mirror:
         if content is not None and (not path.is_file() or path.read_bytes() != content):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
+
+
+def _folder_of(step: int) -> str:
+    return stores.name_in(step, "").rstrip("/")
 
 
 def _text_in(content: bytes | None, field: str) -> str:

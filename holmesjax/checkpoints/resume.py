@@ -24,14 +24,13 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
-from holmesjax.files import json_text, schema
+from holmesjax.files import json_text, run_folder, schema
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.liveness.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
 
-ALLOWED = "allowed.json"  # in the run folder
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
 # hash; `distributed`, `checkpoint`, `log` and these settings do not.
 SECTIONS = ("run", "train", "model", "data", "optimizer", "kernels")
@@ -192,7 +191,7 @@ class Start:
             )
         new = [_Allowed(self.step, *change[:3]) for change in changes if change.name in self.allow]
         if new := [entry for entry in new if entry not in known]:
-            path = self.job.run_dir / ALLOWED
+            path = self.job.run_dir / run_folder.ALLOWED
             content = [entry._asdict() for entry in (*known, *new)]
             write_whole(path, json.dumps(content, indent=1) + "\n")
 
@@ -441,7 +440,7 @@ def _allowable(job: Job) -> tuple[str, ...]:
 
 
 def _allowed(run_dir: Path) -> list[_Allowed]:
-    path = run_dir / ALLOWED
+    path = run_dir / run_folder.ALLOWED
     try:
         allowed = [_Allowed(**entry) for entry in json_text.read(path)]
         if all(isinstance(a.step, int) and isinstance(a.name, str) for a in allowed):

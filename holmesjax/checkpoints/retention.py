@@ -121,6 +121,18 @@ class Retention:
 
     def _damaged(self) -> list[Path]:
         folder = self._run_dir / manifest.FOLDER
-        matches = filter(None, map(DAMAGED.fullmatch, manifest.listed(folder)))
-        names = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in matches)
+        names = sorted(
+            (int(match[1]), int(match[2] or 1), match[0]) for match in _damaged_in(self._run_dir)
+        )
         return [folder / name for *_, name in names[:-DAMAGED_KEPT]]
+
+
+def _damaged_in(run_dir: Path) -> list[re.Match[str]]:
+    names = manifest.listed(run_dir / manifest.FOLDER)
+    return list(filter(None, map(DAMAGED.fullmatch, names)))
+
+
+def set_aside(run_dir: Path) -> list[int]:
+    """The steps whose checkpoint was found damaged, and not written again since."""
+    damaged = {int(match[1]) for match in _damaged_in(run_dir)}
+    return sorted(damaged - set(dict(manifest.finished(run_dir))))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import fetching, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import DamagedError, PeerError
 from holmesjax.hosts.process_environment import die_with
@@ -25,6 +25,7 @@ from holmesjax.liveness.helper_process import Ended
 
 DAMAGED = 3  # the exit status where it finds so, too
 LIMIT_S = 3600.0  # to read a part
+LOOK_S = 1e-3  # between two pieces that are fetched, for a signal
 TELL_S = 10.0  # between two lines that say how far it is
 
 
@@ -37,6 +38,8 @@ def confirm(
 ) -> None:
     """Returns if another process finds the checkpoint damaged, too.
 
+    A part that is at a URL is fetched again first: what is damaged may be the copy of one machine.
+
     Args:
       checkpoint: the checkpoint in question.
       error: what one process has found.
@@ -47,6 +50,12 @@ def confirm(
     """
     part = manifest.damaged_part(checkpoint, error)
     found: object = error.found
+    if part in fetching.uploads_of(checkpoint):
+        assert part is not None
+        try:
+            fetching.fetch_again(checkpoint, part, lambda: pause(LOOK_S), say)
+        except DamagedError:
+            return
     try:
         done = read_again(checkpoint, [part] if part else [], pause=pause, say=say)
     except OSError as problem:

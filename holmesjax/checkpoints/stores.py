@@ -108,18 +108,36 @@ def place_of(folder: Path, name: str) -> Path:
     >>> place_of(Path("/r"), "checkpoints/step_00000001/part_0/d/a1").name
     'a1'
     """
-    is_known = name in RUN_FILES or _OF_CHECKPOINT.fullmatch(name) or _OF_RUN.fullmatch(name)
-    if not is_known:
-        raise ValueError(f"{name[:200]!r} is no file that may be asked for")
-    path = folder / name
+    path = folder / known_name(name)
     if not path.resolve().is_relative_to(folder.resolve()):  # by a symbolic link
         raise ValueError(f"{name[:200]!r} leads out of the run folder")
     return path
 
 
+def known_name(name: str) -> str:
+    """The name itself, of a file that may be asked for. Raises ValueError for any other."""
+    if not (name in RUN_FILES or _OF_CHECKPOINT.fullmatch(name) or _OF_RUN.fullmatch(name)):
+        raise ValueError(f"{name[:200]!r} is no file that may be asked for")
+    return name
+
+
 def name_in(step: int, file: str) -> str:
     """The name of a checkpoint's file, in its run folder."""
     return f"{manifest.FOLDER}/step_{step:08d}/{file}"
+
+
+def name_at_url(step: int, file: str, start: str) -> str:
+    """The name of a checkpoint's file at a URL, where each start writes into a folder of its own.
+
+    So what a start that has lost the run still writes cannot replace what its successor has
+    written. `start` is "" for what no start of a run has written, such as `launch gather`.
+
+    Raises ValueError for a start whose name may not be that of a folder.
+
+    >>> name_at_url(1, "part_0/d/a1", "x-3-0")
+    'checkpoints/step_00000001/x-3-0/part_0/d/a1'
+    """
+    return known_name(name_in(step, f"{start}/{file}" if start else file))
 
 
 def run_files(folder: Path) -> dict[str, int]:
@@ -179,9 +197,20 @@ def committed_steps(folder: Path) -> list[int]:
 # ---- what comes and goes -------------------------------------------------------------------------
 
 
-def start_name(home: str, epoch: int) -> str:
-    """The name of a start of the run: the launcher's run folder, and its owner's epoch."""
-    return f"{home}, epoch {epoch}"
+def start_name(home: str, epoch: int, attempt: int = 0) -> str:
+    """The name of a start of the run, which no other start has, and which is that of a folder, too.
+
+    Args:
+      home: the identifier of the launcher's run folder.
+      epoch: of the owner of that folder.
+      attempt: how often that owner has started the processes before.
+    """
+    return f"{home}-{epoch}-{attempt}"
+
+
+def is_of(start: str, home: str | None) -> bool:
+    """Whether a start is one of a launcher's run folder."""
+    return home is not None and start.startswith(f"{home}-")
 
 
 def begin(folder: Path, start: str) -> Callable[[], None]:
@@ -226,6 +255,14 @@ def keep(folder: Path, steps: Collection[int], last: int, dropped: Collection[in
     for path in (folder / manifest.FOLDER).glob("*.removed"):
         shutil.rmtree(path)
     return lacking
+
+
+class ChangedError(ValueError):
+    """A file that was fetched has another SHA-256 than in its manifest."""
+
+    def __init__(self, file: str):
+        super().__init__(f"{file} has not the SHA-256 of its manifest")
+        self.file = file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,14 +325,14 @@ class Copy:
     def finish(self) -> None:
         """Renames the copy, on the disk when this returns.
 
-        Raises ValueError if a file is not what the manifest says; it is then removed.
+        Raises ChangedError if a file is not what the manifest says; it is then removed.
         """
         growing = self.path.with_name(self.part + FETCHING)
         for file, facts in self.own_files.items():
             path = self.growing(file)
             if facts["sha256"] and manifest.sha256_of(path) != facts["sha256"]:
                 path.unlink()
-                raise ValueError(f"{file} has not the SHA-256 of its manifest")
+                raise ChangedError(file)
         whole_files.sync_below(growing)
         if self.path.exists():  # not whole: nothing is fetched that is
             self.path.rename(self.path.with_name(f"{self.part}.{secrets.token_hex(4)}.damaged"))

@@ -144,7 +144,7 @@ class OwnStore:
                 case Keep(steps=steps, last=last, dropped=dropped):
                     lacking = stores.keep(self.folder, steps, last, dropped)
                     if self.mirror:
-                        self.mirror.follow(self.folder, steps, last)
+                        self.mirror.follow(self.folder, steps, last, dropped)
                     answer = KeptSteps(lacking=lacking, damaged=self._scrub.all_damaged())
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
@@ -214,14 +214,15 @@ class OwnStore:
     def set_aside(self, error: DamagedError, checkpoint: Checkpoint) -> HolmesError:
         """Renames the part here that is damaged, so that the next start fetches it; what to raise.
 
-        The error itself, where it is of no part.
+        The error itself, where it is of no part, or of one at a URL: the launcher then lets it be
+        fetched there and read once more.
         """
         part = manifest.damaged_part(checkpoint, error)
         if part is None:
             return error
-        path = checkpoint.path / part
-        with contextlib.suppress(FileNotFoundError):  # another process has done it
-            path.rename(path.with_name(f"{part}.{secrets.token_hex(4)}.damaged"))
+        manifest.set_part_aside(checkpoint, part)
+        if part in fetching.uploads_of(checkpoint):
+            return error
         fix = (
             "start again with the same command: it is fetched from a store that has it, if any has"
         )

@@ -137,10 +137,12 @@ class StoreHub:
         connection.sock.settimeout(None)  # it asks when it needs something
         threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
 
-    def stores_of_parts(self, parts_of: Mapping[str, int]) -> dict[str, dict[str, str]]:
+    def stores_of_parts(self, parts_of: Mapping[str, int], start: str) -> dict[str, dict[str, str]]:
         """The entry of a manifest for parts that processes have written; empty: all are here.
 
-        `parts_of` has the number of the process, by part.
+        Args:
+          parts_of: the number of the process, by part.
+          start: that they are of (`stores.start_name`).
         """
         calls = {store.process: store for store in self._stores}
         place = places.shown(self._folder)
@@ -152,12 +154,14 @@ class StoreHub:
             "node": store.node,
             "folder": store.call.folder,
         }
-        return {
+        entry = {
             part: told(calls[number])
             if number in calls
             else {**here, "node": self._processes[number].node}
             for part, number in parts_of.items()
         }
+        uploaded = lambda where: {"start": start} if places.is_url(where["folder"]) else {}
+        return {part: where | uploaded(where) for part, where in entry.items()}
 
     # ---- before a start ------------------------------------------------------------------------
 
@@ -231,7 +235,7 @@ class StoreHub:
 
     def _refuse_newer(self, step: int) -> None:
         """Raises CheckpointError where a store knows a checkpoint that the launcher has lost."""
-        known = set(dict(manifest.finished(self._folder))) | set(self._dropped())
+        known = {*dict(manifest.finished(self._folder)), *retention.set_aside(self._folder)}
         for store in self._stores:
             newer = [later for later in store.steps if later > step and later not in known]
             if newer:
@@ -242,11 +246,6 @@ class StoreHub:
                     fix=f"copy checkpoints/step_{max(newer):08d}/manifest.json and committed.json "
                     "from there into the launcher's run folder; or name another run.dir everywhere",
                 )
-
-    def _dropped(self) -> list[int]:
-        names = manifest.listed(self._folder / manifest.FOLDER)
-        found = filter(None, map(retention.DAMAGED.fullmatch, names))
-        return sorted({int(match[1]) for match in found})
 
     def _refuse_split_stages(self) -> None:
         """Raises ConfigError where the processes of a stage have different stores."""
@@ -283,7 +282,7 @@ class StoreHub:
     def _keep(self, last: int) -> None:
         """Tells each store which checkpoints there are, and gives it the manifests it lacks."""
         steps = [step for step, _ in manifest.finished(self._folder)]
-        dropped = [step for step in self._dropped() if step not in steps]
+        dropped = retention.set_aside(self._folder)
         resumed = [self._checkpoint.step] if self._checkpoint and last == ALL else []
         for store in {s.call.id: s for s in self._stores if not s.is_lost}.values():
             try:
@@ -338,10 +337,11 @@ class StoreHub:
         if path.exists():
             yield functools.partial(stores.read_piece, self._folder, name, first, count)
         step = self._checkpoint.step if self._checkpoint else None
-        for part, url in fetching.urls_of(self._checkpoint).items() if self._checkpoint else ():
+        uploads = fetching.uploads_of(self._checkpoint) if self._checkpoint else {}
+        for part, upload in uploads.items():
             if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
-                found = self._mirrors.setdefault(url, Mirror(url))
-                yield functools.partial(found.read_piece, name, first, count)
+                found = self._mirrors.setdefault(upload.url, Mirror(upload.url))
+                yield functools.partial(upload.read_piece, found, step, name, first, count)
         for store in list(self._stores):
             for part in store.parts:
                 if step is not None and name.startswith(stores.name_in(step, f"{part}/")):

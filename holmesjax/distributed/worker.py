@@ -452,8 +452,10 @@ class Worker:
         """A check that the run folder is still that of this process's job."""
         if self._store is None:
             return lease.fence(self._job.run_dir, epoch)
-        start = stores.start_name(str(self._store.launchers), epoch)
-        return stores.begin(self._store.folder, start)
+        return stores.begin(self._store.folder, self._start_name(str(self._store.launchers), epoch))
+
+    def _start_name(self, home: str, epoch: int) -> str:
+        return stores.start_name(home, epoch, self._environment.restart)
 
     def _begin_mirror(self, epoch: int) -> Mirror | None:
         """The copy of the run folder in an object store, where this process writes there."""
@@ -463,7 +465,7 @@ class Worker:
             return None
         home = store.launchers if store else stores.known_identifier(run_dir)
         try:
-            found.begin(stores.start_name(str(home), epoch), writes=self._me.leads)
+            found.begin(self._start_name(str(home), epoch), writes=self._me.leads)
         except OSError as error:
             raise of_system(error) from None
         return found if self._me.leads else None

@@ -17,11 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from holmesjax.errors import HolmesError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, run_folder
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.hardware import Gpu
 
-PERMITTED = "allowed_differences.json"  # in the run folder
 PACKAGES = ("holmesjax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")
 # Of processes whose collectives meet; clusters may have drivers of their own.
 OF_STAGE = ("driver", "NCCL", "CUDA plugin")
@@ -116,7 +115,7 @@ def permitted(run_dir: Path, allow: Sequence[str]) -> tuple[str, ...]:
       run_dir: the run folder, which must be the caller's.
       allow: names that `--allow` has; those of no fact are left out.
     """
-    path = run_dir / PERMITTED
+    path = run_dir / run_folder.ALLOWED_DIFFERENCES
     kept = _kept(path)
     if new := [name for name in allow if is_fact(name) and name not in kept]:
         write_whole(path, json.dumps([*kept, *new]) + "\n")

@@ -16,14 +16,13 @@ from typing import IO, Any
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import DataError, PeerError
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import json_text, regular_files, run_folder
 from holmesjax.files.whole_files import put_in_place, temporary_of
-from holmesjax.job import METRICS
 from holmesjax.liveness.lease import Lease
 from holmesjax.report.metric_sinks import check_installed, close_sinks, start_sinks
 from holmesjax.report.record_file import RecordFile
 
-FILE = METRICS
+FILE = run_folder.METRICS
 BLOCK_BYTES = 1 << 20  # of the file, read at once from its end
 # What the record of every step has.
 NUMBERS = ("loss", "tokens_per_s", "step_time_s", "bubble_share")

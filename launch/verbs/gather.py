@@ -110,6 +110,9 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
     """Writes a run folder with one checkpoint: its manifest last."""
     content = dict(found.manifest)
     content.pop("stores", None)
+    if url := places.whole_url(str(target)):  # for whoever trains on from there, and lacks them
+        where = {"id": "", "node": "", "folder": url}
+        content["stores"] = dict.fromkeys(map(manifest.part_of, content["files"]), where)
     name = stores.name_in(found.step, manifest.MANIFEST)
     if (target / name).exists():
         fix = "name another place, or remove it"

@@ -1,6 +1,7 @@
 """Run folders in an object store: what is written there, and what another machine has of it."""
 
 import errno
+import functools
 import hashlib
 import io
 import os
@@ -9,13 +10,15 @@ import shutil
 import pytest
 import s3fs
 
-from holmesjax.checkpoints import committed, fetching, manifest, mirror, stores
+from holmesjax.checkpoints import committed, fetching, manifest, mirror, second_reading, stores
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
-from holmesjax.errors import HolmesError, LostLeaseError, PeerError
+from holmesjax.data import object_stores
+from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from holmesjax.trainer import Trainer
+from launch.verbs import gather
 from tests.data.object_store import object_store
 from tests.jobs import write_run
 
@@ -60,18 +63,20 @@ def facts_of_all():
     return {name: facts(content) for name, content in FILES.items()}
 
 
-def save(folder, found, step, *, until="end"):
+def save(folder, found, step, *, until="end", zero=b"zero", advance=lambda: None):
     """Saves as a run does, up to a moment at which it is killed."""
     path = manifest.begin(folder, step)
-    for name, content in FILES.items():
+    contents = FILES | {"part_0/_METADATA": zero}
+    for name, content in contents.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
-    files = facts_of_all()
+    files = {name: facts(content) for name, content in contents.items()}
     if until == "upload":
-        found._put_file(path / "part_0/d/large", stores.name_in(step, "part_0/d/large"))
+        name = stores.name_at_url(step, "part_0/d/large", found.start)
+        found._put_file(path / "part_0/d/large", name)
         return
-    found.upload(folder, step, files)
-    where = {"id": "x", "node": "n", "folder": found.url}
+    found.upload(folder, step, files, advance)
+    where = {"id": "x", "node": "n", "folder": found.url, "start": found.start}
     parts = dict.fromkeys(("part_0", "part_1"), where)
     text = manifest.describe(step, files=files, stores=parts, **SAME)
     if until == "manifest":
@@ -90,15 +95,16 @@ def test_a_store_keeps_what_the_launcher_has_and_its_own_folder_does_not_know_ye
     found.follow(folder, [1, 3], 3)  # before the manifest of step 3 has come
     found.follow(folder, [], 3)
     found.close()
-    parts = [found.held(step, facts_of_all()) for step in (1, 2, 3)]
+    starts = dict.fromkeys(("part_0", "part_1"), found.start)
+    parts = [found.held(step, facts_of_all(), starts) for step in (1, 2, 3)]
     assert parts == [["part_0", "part_1"], [], ["part_0", "part_1"]]
 
 
-def fetch(folder, step, say=lambda line: None):
+def fetch(folder, step, say=lambda line: None, zero=b"zero"):
     found = manifest.at(manifest.folder_of(folder, step))
     parts = {manifest.part_of(name) for name in FILES}
     fetching.fetch(folder, found, parts, None, lambda: None, say)
-    for name, content in FILES.items():
+    for name, content in (FILES | {"part_0/_METADATA": zero}).items():
         assert (found.path / name).read_bytes() == content
 
 
@@ -139,13 +145,70 @@ def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server, mon
     begun.write_bytes(LARGE[:1000])
     fetch(new, 4, said.append)
     assert said[0] == "fetching part_0, part_1: 4 MiB, 1000 B of them were here already"
-    name = f"{url.partition('://')[2]}/{stores.name_in(4, 'part_0/_METADATA')}"
-    server.pipe_file(name, b"zerp")
-    monkeypatch.setattr(fetching, "RETRY_S", 0.0)
+    spoil(server, url, manifest.at(step), "part_0/_METADATA")
     start(third := run_folder("c"), url)
-    with pytest.raises(PeerError) as error:
+    with pytest.raises(DamagedError, match="is damaged") as error:  # and no other try
         fetch(third, 4)
-    assert "has not the SHA-256" in str(error.value.found)
+    for folder in (third, new):  # a launcher hears of it from another machine
+        damaged = manifest.at(manifest.folder_of(folder, 4))
+        assert manifest.damaged_part(damaged, error.value) == "part_0"
+
+
+def spoil(server, url, checkpoint, file):
+    """Changes a byte of a file at a URL."""
+    start = fetching.uploads_of(checkpoint)[manifest.part_of(file)].start
+    name = f"{url.partition('://')[2]}/{stores.name_at_url(checkpoint.step, file, start)}"
+    content = bytearray(server.cat_file(name))
+    content[-1] ^= 1
+    server.pipe_file(name, bytes(content))
+
+
+def test_a_gathered_checkpoint_is_trained_on_from_its_url(machine):
+    run_folder, url = machine
+    here, gathered = run_folder("a"), f"{url}/gathered"
+    save(here, start(here, url), 1)
+    checkpoint, read = manifest.find(here)[0], functools.partial(stores.read_piece, here)
+    gather._write_all(object_stores.path_of(gathered), here, checkpoint, read)
+    new = places.folder_of(gathered)
+    start(new, gathered)
+    assert manifest.newest(new, pytest.fail, fetches=True).step == 1
+    fetch(new, 1)
+
+
+def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine):
+    run_folder, url = machine
+    here, said = run_folder("a"), []
+    found = start(here, url)
+    for step in (1, 2):
+        save(here, found, step)
+    checkpoint = manifest.at(manifest.folder_of(here, 2))
+    (checkpoint.path / "part_0/_METADATA").write_bytes(b"zerp")
+    confirm = functools.partial(second_reading.confirm, say=said.append)
+    with Lease(here) as lease, pytest.raises(PeerError, match="has read it as it was written"):
+        manifest.newest(here, said.append, move=lease.move, confirm=confirm)
+    manifest.verify(checkpoint)
+    (checkpoint.path / manifest.MANIFEST).write_text("{}")
+    start(here, url, epoch=2)
+    assert manifest.newest(here, pytest.fail).step == 2
+
+
+def test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are(machine):
+    run_folder, url = machine
+    old = start(first := run_folder("a"), url)
+    second, successors = run_folder("b"), []
+
+    def overtake():  # while the first uploads
+        if not successors:
+            successors.append("is saving")
+            successors[0] = start(second, url)
+            save(second, successors[0], 2, zero=b"new!")
+
+    with pytest.raises(LostLeaseError, match="another start"):
+        save(first, old, 2, advance=overtake)
+    last = start(third := run_folder("c"), url)
+    fetch(third, 2, zero=b"new!")
+    last.keep([9], last=8)
+    assert last._steps() == []  # what the stale start has left goes, too
 
 
 def test_the_last_that_wrote_says_what_the_run_is(machine):
@@ -181,6 +244,8 @@ def test_what_the_run_folder_has_not_kept_goes(machine):
     found.keep([2, 3], last=4)
     found.keep([2], last=3)  # the newest goes only where there is a newer one
     assert (found.steps(), found._steps()) == ([2, 3], [2, 3, 5])
+    found._has = pytest.fail  # of what this start has committed, the store is not asked
+    found._follow_now(here, [2, 3], 3)
 
 
 def test_the_url_of_another_run_is_refused(machine):
@@ -227,7 +292,7 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
 ):
     url, said = "s3://runs/trained", io.StringIO()
     run_file = write_run(tmp_path, {"a": (1,)})
-    settings = ["model.num_layers=1", "model.width=16", "checkpoint.every=2", "train.steps=6"]
+    settings = ["model.num_layers=1", "model.width=16", "checkpoint.every=2", "train.steps=8"]
     folder = places.folder_of(url)
     undisturbed = Trainer(run_file, settings).train()
     upload = Mirror.upload
@@ -242,17 +307,23 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
         first = Trainer(run_file, [*settings, f"run.dir={url}"], said).train()
     assert "warning: no checkpoint after step 2: no answer" in said.getvalue()
     assert "; the next is tried in " in said.getvalue()
-    assert Mirror(url).steps() == [4, 6]
-    assert [found.step for found in manifest.find(folder)] == [6, 4]
+    assert Mirror(url).steps() == [4, 6, 8]
+    assert [found.step for found in manifest.find(folder)] == [8, 6, 4]
+    spoil(server, url, manifest.find(folder)[1], "part_0/_METADATA")
     shutil.rmtree(folder)  # another machine
-    Mirror(url).withdraw(6)  # as if killed before
-    Mirror(url).put(committed.RECORD, b'{"step": 4}')
+    Mirror(url).withdraw(8)  # as if killed before
+    Mirror(url).put(committed.RECORD, b'{"step": 6}')
     with Lease(folder) as lease:
         mirror.open_run(url, lease, lambda line: None)
     again = Trainer(folder, [], said)
     assert again.job.config.run.dir == url
     again.train()
     assert "fetching part_0" in said.getvalue()
+    assert "the checkpoint after step 4 is used instead" in said.getvalue()
+    assert Mirror(url).steps() == [4, 6, 8]  # the damaged one was withdrawn, and saved again
+    found = manifest.find(folder)[1]
+    assert fetching.held_at_urls(found) == {"part_0"}
+    fetching.fetch_again(found, "part_0", lambda: None, said.write)
     losses = lambda records: [record["loss"] for record in records]
     assert losses(again.history) == losses(first) == losses(undisturbed)
     shutil.rmtree(folder)

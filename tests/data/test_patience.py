@@ -15,6 +15,7 @@ from holmesjax.data import patience, sources
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import REQUEUE, AbsentDataError, DataError, LostDataError
+from holmesjax.files import run_folder
 from tests.data.written_token_files import DOCUMENTS, write_megatron, write_numpy, write_own
 from tests.jobs import write_run
 
@@ -131,6 +132,6 @@ def test_only_the_first_start_of_a_run_takes_absent_data_for_a_mistake(tmp_path,
     with pytest.raises(AbsentDataError):
         load()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / jobs.METRICS).write_text('{"step": 1}\n')
+    (tmp_path / "run" / run_folder.METRICS).write_text('{"step": 1}\n')
     with pytest.raises(LostDataError):
         load()

@@ -10,6 +10,7 @@ import pytest
 
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError, HolmesError
+from holmesjax.files import run_folder
 from holmesjax.hosts import computing, jax_settings
 from holmesjax.parallel import platforms
 
@@ -112,6 +113,6 @@ def test_what_may_differ_is_kept_for_repeated_starts(tmp_path):
     assert computing.permitted(tmp_path, [FLAG, "source"]) == ("source", FLAG)
     assert computing.permitted(tmp_path, []) == ("source", FLAG)
     for damage in (b"\xff", b"5", b"[1]", b"{}"):
-        (tmp_path / computing.PERMITTED).write_bytes(damage)
+        (tmp_path / run_folder.ALLOWED_DIFFERENCES).write_bytes(damage)
         with pytest.raises(HolmesError, match=r"allowed_differences\.json: cannot be read"):
             computing.permitted(tmp_path, [])

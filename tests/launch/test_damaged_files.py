@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest, resume, skipped_data, stores
+from holmesjax.checkpoints import committed, manifest, skipped_data, stores
 from holmesjax.errors import REQUEUE, PeerError
+from holmesjax.files import run_folder
 from holmesjax.hosts import computing
 from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan
@@ -41,7 +42,7 @@ def whole(tmp_path_factory):
     restarts.begin(0)
     restarts.end(0)
     computing.permitted(run_dir, ["source"])
-    (run_dir / resume.ALLOWED).write_text('[{"step": 9, "name": "a", "was": 1, "now": 2}]')
+    (run_dir / run_folder.ALLOWED).write_text('[{"step": 9, "name": "a", "was": 1, "now": 2}]')
     (run_dir / skipped_data.RECORD).write_text('[{"step": 9, "spike": 10, "sequences": 8}]')
     committed.note(run_dir, 2)
     (run_dir / "logs").mkdir()
@@ -132,8 +133,8 @@ NEEDED = {
     metrics.FILE: {"compare", "report"},
     RECORD: {"job"},
     committed.RECORD: STARTS,
-    computing.PERMITTED: {"job"},
-    resume.ALLOWED: STARTS,
+    run_folder.ALLOWED_DIFFERENCES: {"job"},
+    run_folder.ALLOWED: STARTS,
     skipped_data.RECORD: STARTS,
     stores.RECORD: {"job", "worker"},
     MANIFEST: {*STARTS, "generate", "export"},

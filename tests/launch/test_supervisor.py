@@ -153,6 +153,29 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
     assert error.value.where == "a/a-1 (stage 0, process 1)"
 
 
+def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeypatch):
+    """It waits until what comes after it was heard, and the job for it."""
+    heard, waited = threading.Event(), []
+    take, commit = Attempt._take, launch.attempt.committing.commit
+
+    def take_and_tell(attempt, event):
+        take(attempt, event)
+        if len(attempt.done) == 3:
+            heard.set()
+
+    def wait_and_commit(*arguments, **options):
+        waited.append(heard.wait(30))
+        commit(*arguments, **options)
+
+    monkeypatch.setattr(Attempt, "_take", take_and_tell)
+    monkeypatch.setattr(launch.attempt.committing, "commit", wait_and_commit)
+    ends = [["tell", "up"], ["steps", 1, 10], ["save", 10], ["done", 10]]
+    supervisor, _ = supervise(tmp_path, {0: ends, 1: [["tell", "up"], ["done", 10]], 2: ends})
+    supervisor.run()
+    assert waited == [True]
+    assert [found.step for found in manifest.find(tmp_path / "run")] == [10]
+
+
 def test_one_that_hangs_is_named_in_time_with_what_the_others_wait_for(tmp_path):
     """It is stopped, threads and all, and its connection stays open."""
     up = ["tell", "up"]

@@ -262,15 +262,55 @@ JOBS = (
     Bug(
         name="url-of-two-owners",
         module="holmesjax.checkpoints.mirror",
-        old="if (found := self._owner()) != self._start:",
+        old="if (found := self._owner()) != self.start:",
         new="if not (found := self._owner()):",
         wrong="a start writes to a URL that another start has taken over",
         tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),
     ),
     Bug(
+        name="one-folder-for-all-starts",
+        module="holmesjax.checkpoints.stores",
+        old='f"{start}/{file}" if start else file',
+        new="file",
+        wrong="a late upload of a stale start replaces what its successor has committed",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are",
+        ),
+    ),
+    Bug(
+        name="damage-stays-at-the-url",
+        module="holmesjax.checkpoints.mirror",
+        old="self._dropped.update(dropped)\n            self._drop()",
+        new="pass",
+        wrong="a damaged checkpoint counts at its URL for ever, and its step cannot be saved again",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder",
+        ),
+    ),
+    Bug(
+        name="local-damage-gives-up-the-url",
+        module="holmesjax.checkpoints.second_reading",
+        old="if part in fetching.uploads_of(checkpoint):",
+        new="if False:",
+        wrong="a part that rots on one disk costs the whole copy of it at the URL",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_what_is_damaged_here_alone_is_brought_again_from_the_url",
+        ),
+    ),
+    Bug(
+        name="commits-hold-up-the-launcher",
+        module="launch.attempt",
+        old="self._saving.append(self._saver.submit(take))",
+        new="take()",
+        wrong="a store that is away makes the launcher deaf for minutes",
+        tests=(
+            "tests/launch/test_supervisor.py::test_a_commit_that_waits_for_a_store_holds_up_nothing_else",
+        ),
+    ),
+    Bug(
         name="older-files-of-a-store",
         module="holmesjax.checkpoints.mirror",
-        old="""if not (owner := self._owner()).startswith(f"{own},"):""",
+        old="if not stores.is_of(owner := self._owner(), own):",
         new="if owner := self._owner():",
         wrong="a start on the machine that wrote last loses what it wrote since its last save",
         tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),

@@ -1,0 +1,5 @@
+"""Names of files of a run folder that several packages write, read or bring elsewhere."""
+
+METRICS = "metrics.jsonl"  # has a line for each step
+ALLOWED = "allowed.json"  # the changes of settings that `--allow` has permitted
+ALLOWED_DIFFERENCES = "allowed_differences.json"  # and the differences between processes
