@@ -37,7 +37,6 @@ class IslandMeetings:
       outer: the rule of the outer step.
       transport: moves weights; None: all islands are here.
       told: takes the step and the digests of a stage after each meeting; None: they are compared.
-      advance: called with each array that has come.
     """
 
     def __init__(
@@ -47,9 +46,7 @@ class IslandMeetings:
         outer: OuterConfig,
         transport: Transport | None = None,
         told: Callable[[int, Digests], None] | None = None,
-        advance: Callable[[], object] = lambda: None,
     ):
-        self._advance = advance
         self._outer, self._count, self._told, self._round = outer, count, told, 0
         self._homes = {k: _homes(chunks) for k, chunks in islands.items()}
         model = next(iter(islands.values()))[0].model
@@ -134,7 +131,6 @@ class IslandMeetings:
             while key in ahead:
                 self.transport.wait(ahead)
                 ahead = [key for key in ahead if not self.transport.arrived(key)]
-            self._advance()  # over a slow link a meeting takes longer than a step may
             yield self.transport.fetch(key)
 
     def _step(

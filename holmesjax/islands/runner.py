@@ -271,5 +271,5 @@ def make_islands(
         )
         islands[k] = Island(runner, len(of_island), firsts[k])
     count = len(plan.islands)
-    meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told, compiled)
+    meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told)
     return IslandsRunner(islands, count, meeting, lambda step: meets(step, every, steps), waits_for)

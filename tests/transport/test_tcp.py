@@ -264,10 +264,10 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
     """2 MiB at 1 MiB/s: several times as long as a link may be silent, or a pull may take.
 
     On a clock that bytes move: once both ends have heard some, the time that these have taken has
-    passed.
+    passed. Each is a sign of progress, long before the array is there.
     """
     monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    ends = []
+    ends, signs_s = [], []
 
     def passed(num_bytes):
         channels = [channel for end in ends for channel in end._peer_of]
@@ -283,6 +283,7 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
         heartbeat_timeout_s=0.4,
         pull_timeout_s=0.3,
         streams=1,
+        each=({}, {"advance": lambda: signs_s.append(clock.now_s)}),
     )
     source, target = ends
     source.offer(KEYS[0], array(5))
@@ -290,6 +291,7 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
     start_s = clock.now_s
     np.testing.assert_array_equal(target.fetch(KEYS[0]), np.full(SHAPE, 5))
     assert clock.now_s - start_s > 1
+    assert np.diff([start_s, *signs_s, clock.now_s]).max() < 0.3
 
 
 def test_a_process_that_lives_but_gives_nothing_is_given_up(pair, clock):
