@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import signal
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from holmesjax import Trainer
 from holmesjax.checkpoints import manifest
 from holmesjax.report import metrics
-from tests.jobs import RunningJob, compiling_once, write_run
+from tests.jobs import RunningJob, compiling_once, external_job, write_run
 
 SETTINGS = [
     *("parallel.clusters=null", "parallel.across=local_updates", "parallel.every=2"),
@@ -63,6 +64,24 @@ def test_three_islands_go_on_to_the_same_bits_whoever_is_killed(tmp_path, number
     with RunningJob(*words) as job:
         job.until(moment)
         os.kill(job.workers()[number], signal.SIGKILL)
+        assert job.end() == 0, job.output
+    Trainer(run_file, [*settings, f"run.dir={tmp_path / 'one'}"], io.StringIO()).run()
+    assert_same_runs(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_an_island_that_ends_inside_a_meeting_is_named_and_all_go_on(tmp_path, seed):
+    """Killed or stopped after a random part of the arrays that come to it in four meetings."""
+    rng = random.Random(seed)
+    odd, clusters = rng.randrange(2), dict.fromkeys("ab", (1,))
+    ends_in = [rng.choice([signal.SIGKILL, signal.SIGSTOP]), rng.randrange(1, 60)]
+    settings = [*SETTINGS, "distributed.heartbeat_timeout_s=8"]
+    with external_job(tmp_path, clusters, *settings, odd={odd: {"ends_in": ends_in}}) as job:
+        assert job.end() != 0, job.output
+    assert f"process {odd})" in job.output
+    run_file = tmp_path / "run.yaml"
+    with RunningJob(run_file, "--launcher", "local", *settings) as job:
         assert job.end() == 0, job.output
     Trainer(run_file, [*settings, f"run.dir={tmp_path / 'one'}"], io.StringIO()).run()
     assert_same_runs(tmp_path / "run", tmp_path / "one")

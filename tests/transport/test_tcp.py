@@ -185,7 +185,11 @@ class Proxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(self._address)
+            try:
+                far = socket.create_connection(self._address)
+            except OSError:  # nobody is there any more
+                near.close()
+                continue
             self._socks += [near, far]
             for way in ((near, far, self._passed), (far, near, lambda num_bytes: None)):
                 threading.Thread(target=self._pass, args=way, daemon=True).start()
