@@ -296,6 +296,11 @@ class TcpTransport:
         with self._changed:
             self._ask(self._target.expect(keys))
 
+    def ask(self, keys: Sequence[Key]) -> None:
+        """Asks for arrays that are fetched some steps later; they come while steps go on."""
+        with self._changed:
+            self._ask(self._target.expect_later(keys))
+
     def arrived(self, key: Key) -> bool:
         """Whether a fetch would not wait."""
         return self._target.arrived(key)
@@ -415,7 +420,7 @@ class TcpTransport:
             array = self._assemble(receiving)
         with self._changed:
             receiving.array = array
-            self._target.arrive(key)
+            self._ask(self._target.arrive(key))
             self._changed.notify_all()
 
     def _assemble(self, receiving: Receiving) -> jax.Array:

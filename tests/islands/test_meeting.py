@@ -119,8 +119,8 @@ def test_an_island_with_other_bits_is_named(monkeypatch, odd):
     states = meeting.meet(states, 1)
     new = IslandMeetings._new_weights
 
-    def flipped(self, island, owned):
-        arrays = new(self, island, owned)
+    def flipped(self, meeting, island, owned):
+        arrays = new(self, meeting, island, owned)
         name = next(iter(arrays))
         return {**arrays, name: arrays[name].at[0].add(1e-6)} if island == odd else arrays
 
