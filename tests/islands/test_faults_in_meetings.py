@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from holmesjax.checkpoints.restoring import flatten
-from holmesjax.config import OuterConfig
+from holmesjax.config import OuterConfig, ParallelConfig
 from holmesjax.errors import PeerError
 from holmesjax.islands.crossings import crossings_of
 from holmesjax.islands.meeting import IslandMeetings
+from holmesjax.islands.streaming import Streaming
 from holmesjax.plan.plan import MeetingCost
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.chunk import ChunkState
@@ -176,3 +177,33 @@ def test_an_island_that_fails_inside_a_meeting_is_named(pair, relays, fault, see
     if isinstance(outcomes[0], PeerError):
         assert "roce/roce-0" in outcomes[0].where
     pair.assert_meets_again()
+
+
+def test_steps_go_on_while_nothing_crosses(pair, relays):
+    """A meeting begins over a link that passes nothing on, and the steps that hide it return."""
+    parallel = ParallelConfig(across="local_updates", every=8, delay=4)
+    change = through(relays, Proxy)
+    transports = pair.transports(book_of=change, heartbeat_timeout_s=60.0)
+    steps_of = {}
+    for k in (0, 1):
+        told = lambda step, digests: None
+        meetings = IslandMeetings({k: [pair.chunks[k]]}, 2, OuterConfig(), transports[k], told)
+        steps_of[k] = Streaming(meetings, make_model(), parallel, last=100, keeps=None)
+    states = {k: {k: [pair.states[k]]} for k in (0, 1)}
+
+    def run(k, steps):
+        for step in steps:
+            states[k] = steps_of[k].after_step(states[k], step)
+        return numbers(states[k])[0]
+
+    try:
+        relays[0].silent.set()
+        for outcome in together(lambda: run(0, (8, 9)), lambda: run(1, (8, 9))):
+            assert isinstance(outcome, dict), outcome
+        assert not sum(sum(transport.take_bytes().values()) for transport in transports)
+        relays[0].silent.clear()
+        pair.assert_met(together(lambda: run(0, range(10, 13)), lambda: run(1, range(10, 13))))
+        received = sum(sum(transport.take_bytes().values()) for transport in transports)
+        assert received == pair.num_bytes
+    finally:
+        together(*(transport.close for transport in transports))

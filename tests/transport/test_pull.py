@@ -5,7 +5,6 @@ import itertools
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from holmesjax.transport import pull
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Frame, FrameKind, ViolationError
 from holmesjax.transport.pull import PREFETCH, Shared, Source, Target, Traffic
@@ -119,7 +118,7 @@ def test_what_is_waited_for_is_asked_before_its_turn():
 
 
 def test_what_comes_in_the_background_takes_no_place_of_what_is_expected(monkeypatch):
-    monkeypatch.setattr(pull, "IN_BACKGROUND", 2)
+    monkeypatch.setattr("holmesjax.transport.pull.IN_BACKGROUND", 2)
     pulls = target()
     later, soon = keys(7)[:4], keys(7)[4:]
     assert pulls.expect_later(later) == later[:2]
