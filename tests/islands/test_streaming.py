@@ -19,7 +19,7 @@ from tests.islands.test_meeting import CUTS, islands_of, numbers, states_of
 LAST, MIDDLE = 13, 7
 NESTEROV = OuterConfig()
 # Fragments, steps between their meetings, delay, and the share of the global weights.
-STREAMS = [(1, 6, 4, 1.0), (2, 6, 3, 0.5), (3, 6, 1, 0.75), (3, 6, 0, 0.5)]
+STREAMS = [(1, 6, 4, 1.0), (2, 6, 3, 0.25), (3, 6, 0, 0.75)]
 
 
 def parallel_of(fragments, every, delay, share):
