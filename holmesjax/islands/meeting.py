@@ -240,7 +240,7 @@ class IslandMeetings:
         return self.transport.take_bytes()
 
     def _to_owners(self, meeting: Round) -> dict[int, list[Key]]:
-        """What comes to each island here for what it owns."""
+        """The arrays that come to each island here for its own parameters, by their keys."""
         others = lambda k: (other for other in range(self.count) if other != k)
         return {
             k: [

@@ -104,7 +104,7 @@ class Streaming:
         return self.meetings.merge(self._flying[1], states)
 
     def _go_on(self, states: States, step: int, lands: bool) -> States:
-        """What is due of the flight that has begun before; `lands`: it ends in any case."""
+        """Merges and lands the flight that has begun before, if due; `lands`: in any case."""
         if self._flying is None:
             return states
         flight, meeting = self._flying

@@ -70,7 +70,7 @@ def outer_step(
 
 
 def blend(share: float, own: Any, weights: Any) -> Any:
-    """What an island goes on with: global weights in a share, and its own in the rest."""
+    """The weights that an island goes on with: global ones in a share, its own in the rest."""
     return (1.0 - share) * own + share * weights
 
 

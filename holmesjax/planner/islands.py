@@ -233,7 +233,7 @@ def _excess(island: Plan, topology: Topology, usable_memory: float) -> PlanError
 def _cost(
     config: Config, topology: Topology, names: Sequence[Sequence[str]], step_s: float
 ) -> MeetingCost:
-    """What the meetings of all fragments cost, once each, beside steps that take so long.
+    """The cost of one meeting of each fragment, beside steps that take so long.
 
     A fragment takes as long as the slowest island's bytes over its slowest link, and its latency
     each way. Half of its delay hides the way to the owners, and half the way back.
