@@ -158,7 +158,12 @@ def without_islands(config: Config) -> Config:
     parallel = replace(
         config.parallel,
         across="pipeline",
-        **dict.fromkeys(("islands", "every", "outer", "fragments", "delay", "blend")),
+        islands=None,
+        every=None,
+        outer=None,
+        fragments=None,
+        delay=None,
+        blend=None,
     )
     return replace(config, parallel=parallel)
 
@@ -245,13 +250,17 @@ def _cost(
     for number in range(steps.fragments):
         met = [name for name in sizes if fragments[_layer(name)] == number]
         ways_s = [
-            [num_bytes / rate + latency_s for num_bytes in ways]
-            for ways, (rate, latency_s) in zip(way_bytes(sizes, count, met), links, strict=False)
+            (there / rate + latency_s, back / rate + latency_s)
+            for (there, back), (rate, latency_s) in zip(
+                way_bytes(sizes, count, met), links, strict=False
+            )
         ]
-        seconds += (fragment_s := max(map(sum, ways_s), default=0.0))
-        there_s, back_s = (max(way) for way in zip(*ways_s, strict=True)) if ways_s else (0.0, 0.0)
+        fragment_s = max((there_s + back_s for there_s, back_s in ways_s), default=0.0)
+        there_s = max((there_s for there_s, _ in ways_s), default=0.0)
+        back_s = max((back_s for _, back_s in ways_s), default=0.0)
         there = (steps.delay + 1) // 2
         behind_s = min(there_s, there * step_s) + min(back_s, (steps.delay - there) * step_s)
+        seconds += fragment_s
         hidden_s += min(behind_s, fragment_s)
     return MeetingCost(
         every=steps.every,
