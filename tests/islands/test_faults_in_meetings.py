@@ -18,8 +18,7 @@ from holmesjax.plan.plan import MeetingCost
 from holmesjax.plan.processes import Process
 from holmesjax.runtime.chunk import ChunkState
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
-from tests.transport.test_lost_connections import Breaker
-from tests.transport.test_tcp import Proxy
+from tests.relays import Breaker, Proxy
 from tests.two_stages import CLUSTERS, start_pair, together
 
 STEP = 2  # after which the islands meet

@@ -13,8 +13,8 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.meeting_steps import fragment_of, steps_of
 from holmesjax.plan.outer_rule import meeting_bytes
 from tests.diloco import diloco
+from tests.drawn_islands import CUTS, islands_of, numbers, states_of
 from tests.hand_made_plans import make_model
-from tests.islands.test_meeting import CUTS, islands_of, numbers, states_of
 
 LAST, MIDDLE = 13, 7
 NESTEROV = OuterConfig()

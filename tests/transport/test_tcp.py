@@ -1,6 +1,5 @@
 """TCP beside the contract: memory, and failures that are told well."""
 
-import contextlib
 import gc
 import socket
 import threading
@@ -15,10 +14,11 @@ import pytest
 
 from holmesjax.errors import PeerError
 from holmesjax.parallel import platforms
-from holmesjax.transport import connections, tcp
+from holmesjax.transport import tcp
 from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel
+from tests.relays import Proxy
 from tests.two_stages import (
     BACK,
     KEYS,
@@ -159,61 +159,6 @@ def test_what_is_delivered_is_dropped_and_closing_waits_for_the_rest(pair):
 
 
 # ---- what goes wrong on the way ------------------------------------------------------------------
-
-
-class Proxy:
-    """Passes bytes on between two ends, until it is told to stop.
-
-    `passed` is told how many bytes have gone to the address, before more go there.
-    """
-
-    def __init__(self, address, passed=lambda num_bytes: None):
-        self._listener = connections.listen("127.0.0.1")
-        self._address, self._passed = address, passed
-        self.silent = threading.Event()
-        self._socks = [self._listener]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self):
-        return connections.address_of(self._listener)
-
-    def _run(self):
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(self._address)
-            except OSError:  # nobody is there any more
-                near.close()
-                continue
-            self._socks += [near, far]
-            for way in ((near, far, self._passed), (far, near, lambda num_bytes: None)):
-                threading.Thread(target=self._pass, args=way, daemon=True).start()
-
-    def _pass(self, source, target, passed):
-        try:
-            while data := source.recv(1 << 17):
-                while self.silent.is_set():
-                    time.sleep(0.01)
-                target.sendall(data)
-                passed(len(data))
-        except OSError:
-            pass
-
-    def close(self):
-        self.silent.clear()
-        for sock in self._socks:
-            end(sock)
-
-
-def end(sock):
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
 
 
 def through(proxies, **options):
