@@ -241,6 +241,8 @@ class TrainingLoop:
         self._is_save_asked = False
         self.begins("checkpoint", done)
         began_s = time.perf_counter()
+        if isinstance(self.runner, IslandsRunner):
+            self.states = self.runner.settled(self.states)
         self.writer.save(done, self.states)
         self._checkpoint_s += time.perf_counter() - began_s
 

@@ -103,7 +103,10 @@ class TrainingSetup:
             else runner.init(self._job.config.train.seed, drawn)
         )
         if isinstance(runner, IslandsRunner):
-            self._states = runner.begin(self._states, checkpoint.step if checkpoint else 0)
+            clusters = island_states.clusters_of(self._job.plan)
+            written = island_states.steps_between(checkpoint, clusters) if checkpoint else None
+            done = checkpoint.step if checkpoint else 0
+            self._states = runner.begin(self._states, done, written)
 
     def loop(
         self,

@@ -2,6 +2,8 @@
 
 late_s      whatever comes from other stages comes up to so many seconds late, at random
 hangs_in    the step in which its main thread stops for ever, before what others wait for
+ends_in     a signal, which it sends to itself inside a meeting of islands, and after how many parts
+            of arrays that come there
 """
 
 import itertools
@@ -38,7 +40,21 @@ def hang_in(number):
     Feed.take = hang
 
 
-def main(run_dir, late_s=0.0, hangs_in=0):
+def end_in_meeting(number, after):
+    landed, counts = TcpTransport.landed, itertools.count(1)
+
+    def last(self, channel, frame):
+        landed(self, channel, frame)
+        is_met = self._by_index[frame.crossing].crossing.link.startswith("island")
+        if is_met and next(counts) == after:
+            os.kill(os.getpid(), number)
+
+    TcpTransport.landed = last
+
+
+def main(run_dir, late_s=0.0, hangs_in=0, ends_in=None):
+    if ends_in:
+        end_in_meeting(*ends_in)
     if hangs_in:
         hang_in(hangs_in)
     if late_s:

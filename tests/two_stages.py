@@ -105,6 +105,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "pull_timeout_s": 60.0,
         "start_timeout_s": 60.0,
         "on_failure": lambda error: None,
+        "advance": lambda: None,
     }
     chosen = SimpleNamespace(**{**settings, **changes})
     rendezvous = Rendezvous(
@@ -127,6 +128,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         rendezvous=rendezvous,
         timeouts=Timeouts(chosen.heartbeat_timeout_s, chosen.pull_timeout_s),
         on_failure=chosen.on_failure,
+        advance=chosen.advance,
     )
 
 

@@ -8,6 +8,7 @@ JAX.
 from collections.abc import Iterable, Sequence
 
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.plan.meeting_steps import MeetingSteps
 from holmesjax.plan.plan import Plan
 
 Clusters = tuple[str, ...]  # of an island, each once
@@ -63,6 +64,20 @@ def is_between_meetings(checkpoint: Checkpoint) -> bool:
         if name.startswith("params.")
         for k in islands
     )
+
+
+def steps_between(checkpoint: Checkpoint, new: Sequence[Clusters]) -> MeetingSteps | None:
+    """The steps after which the same islands met that have written a checkpoint between meetings.
+
+    None where other islands go on, or where all had the global weights.
+    """
+    old = written(checkpoint)
+    if not old or not are_the_same(old, new) or not is_between_meetings(checkpoint):
+        return None
+    parallel = checkpoint.settings["parallel"]
+    # Earlier versions had neither fragments nor a delay.
+    fragments, delay = parallel.get("fragments", 1), parallel.get("delay", 0)
+    return MeetingSteps(every=parallel["every"], fragments=fragments, delay=delay)
 
 
 def describe(checkpoint: Checkpoint, new: Sequence[Clusters]) -> list[str]:

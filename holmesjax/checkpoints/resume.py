@@ -358,7 +358,8 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         outer = dataclasses.asdict(parallel.outer_rule)
         clusters = [[stage.cluster for stage in own.stages] for own in job.plan.islands]
         names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
-        found["parallel"] = {**names, "outer": outer}
+        streaming = {"fragments": parallel.fragments or 1, "delay": parallel.delay or 0}
+        found["parallel"] = {**names, **streaming, "outer": outer}
     found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
     return {**found, "versions": jobs.versions()}
 

@@ -110,6 +110,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         parallel_checks.split_backwards_compute_nothing_again,
         island_checks.settings_are_for_islands,
         island_checks.clusters_are_of_one_island,
+        island_checks.fragments_meet_in_turn,
     ),
     ("optimizer",): (
         training_checks.optimizer_is_possible,

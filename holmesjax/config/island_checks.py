@@ -12,7 +12,7 @@ PIPELINE = "or set parallel.across to pipeline"
 
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    for name in ("islands", "every", "outer"):
+    for name in ("islands", "every", "outer", "fragments", "delay", "blend"):
         if not parallel.has_islands and getattr(parallel, name) is not None:
             problem = "is only for parallel.across: local_updates"
             fix = "remove it, or set parallel.across to local_updates"
@@ -27,6 +27,17 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
     if twice := [name for name, count in counts.items() if count > 1]:
         problem, fix = "must have each cluster once", f"leave {twice[0]!r} in one of them"
         yield wrong("parallel.islands", problem, list(map(list, parallel.islands or ())), fix)
+
+
+def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    every, fragments, delay = parallel.meets_every, parallel.fragments or 1, parallel.delay or 0
+    if every % fragments:
+        problem = f"must divide parallel.every = {every}: fragments meet at equal distances"
+        yield wrong("parallel.fragments", problem, fragments, "use a divisor of it")
+    elif delay > every // fragments:
+        problem = f"must be at most {every // fragments}, the steps from one meeting to the next"
+        fix = "use fewer steps, fewer parallel.fragments or a larger parallel.every"
+        yield wrong("parallel.delay", problem, delay, fix)
 
 
 def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:

@@ -21,6 +21,7 @@ from holmesjax.config.allowed_values import (
     Positive,
     Rate,
     Seconds,
+    Share,
     Text,
 )
 from holmesjax.config.data_sections import DataConfig
@@ -132,6 +133,13 @@ class ParallelConfig:
     islands: Islands | None = None
     every: Count | None = None  # steps from one meeting of islands to the next. None: 50
     outer: OuterConfig | None = None  # the step of a meeting. None: its defaults
+    # Parts of the model that meet one after the other, each of every so many-th layer. None: 1
+    fragments: Count | None = None
+    # Steps that go on while a fragment is on its way between islands. None: 0, all wait
+    delay: Natural | None = None
+    # The share of the global weights in those that an island goes on with; the rest are its own.
+    # None: 1
+    blend: Share | None = None
 
     def __post_init__(self) -> None:
         refuse_mistakes(parallel=self)
@@ -150,6 +158,11 @@ class ParallelConfig:
     def outer_rule(self) -> OuterConfig:
         """The step of a meeting of islands."""
         return self.outer or OuterConfig()
+
+    @property
+    def global_share(self) -> float:
+        """The share of the global weights in those that an island goes on with."""
+        return 1.0 if self.blend is None else self.blend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

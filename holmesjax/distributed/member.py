@@ -153,9 +153,10 @@ class Member:
         self.send(Beat())
 
     def advance(self) -> None:
-        """Counts a part of a start: a program is compiled, or a layer is drawn. From any thread.
+        """Counts a part of what takes long: a program that is compiled, bytes that have come.
 
-        The count goes with the next message; at once if the last report is a second old.
+        From any thread. The count goes with the next message; at once if the last report is a
+        second old.
         """
         with self._advancing:
             num_done = self._standing.num_done + 1

@@ -422,6 +422,7 @@ class Worker:
             rendezvous=rendezvous,
             timeouts=Timeouts(self._config.silence_s, self._config.pull_timeout_s),
             on_failure=self._give_up,
+            advance=self._member.advance,
         )
 
     def _take_losses(self) -> dict[str, LinkLoss]:

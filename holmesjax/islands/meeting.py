@@ -4,11 +4,14 @@ Each parameter that trains has an owner among the islands (`plan.outer_rule`). T
 their weights, it takes the outer step, and gives all of them the new ones. Its sums are in the
 order of the islands, so that they do not depend on who came first. A process has all islands, or
 one stage of one. The arrays go through a transport as boundaries do.
+
+A meeting has three parts: islands send (`begin`), owners sum and send (`merge`), and islands take
+the global weights (`land`). Steps may lie between, while arrays come in the background.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +22,31 @@ from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.islands.agreement import Digests, compare
 from holmesjax.islands.crossings import from_owner, link, to_owner
-from holmesjax.plan.outer_rule import outer_step, owner_of
+from holmesjax.plan.outer_rule import blend, outer_step, owner_of
 from holmesjax.runtime.chunk import Chunk, ChunkState, Outer, Tree, kept_leaves
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.local import LocalTransport, Transport
 
 Arrays = dict[str, jax.Array]  # by layer and name: "block_000.up_DF"
+States = Mapping[int, Sequence[ChunkState]]  # of the chunks here of each island
 AHEAD = 64  # arrays that are asked for at once, so that a far link is filled
+
+
+@dataclass(eq=False)
+class Round:
+    """A meeting of some parameters that is under way."""
+
+    number: int  # counts those of this session, alike on all islands
+    step: int  # after which it began
+    names: Collection[str]  # of the parameters
+    # By island, the weights at the begin of what the island owns.
+    own: dict[int, Arrays] = field(default_factory=dict)
+    asked: set[Key] = field(default_factory=set)  # what comes in the background
+    is_merged: bool = False
+
+    def key(self, crossing: str) -> Key:
+        """The key of an array of this meeting."""
+        return Key(crossing, self.number, 0)
 
 
 class IslandMeetings:
@@ -37,7 +58,6 @@ class IslandMeetings:
       outer: the rule of the outer step.
       transport: moves weights; None: all islands are here.
       told: takes the step and the digests of a stage after each meeting; None: they are compared.
-      advance: called with each array that has come.
     """
 
     def __init__(
@@ -47,10 +67,8 @@ class IslandMeetings:
         outer: OuterConfig,
         transport: Transport | None = None,
         told: Callable[[int, Digests], None] | None = None,
-        advance: Callable[[], object] = lambda: None,
     ):
-        self._advance = advance
-        self._outer, self._count, self._told, self._round = outer, count, told, 0
+        self._outer, self.count, self._told, self._num_rounds = outer, count, told, 0
         self._homes = {k: _homes(chunks) for k, chunks in islands.items()}
         model = next(iter(islands.values()))[0].model
         self._owners = owner_of(model, count)
@@ -64,7 +82,7 @@ class IslandMeetings:
                     yield to_owner(k, name), (self._homes[owner][name].sharding, link(k, owner))
                     yield from_owner(k, name), (homes[name].sharding, link(owner, k))
 
-    def begin(self, states: Mapping[int, Sequence[ChunkState]]) -> dict[int, list[ChunkState]]:
+    def begin(self, states: States) -> States:
         """The states of islands before their first step, which have equal weights then."""
         return {
             k: [replace(state, outer=self._begun(k, state.params)) for state in island]
@@ -79,9 +97,12 @@ class IslandMeetings:
     def _owned(self, island: int, tree: Tree) -> Tree:
         return kept_leaves(tree, lambda name: self._owners[name] == island)
 
-    def meet(
-        self, states: Mapping[int, Sequence[ChunkState]], step: int
-    ) -> dict[int, list[ChunkState]]:
+    @property
+    def names(self) -> frozenset[str]:
+        """All parameters that train, by layer and name."""
+        return frozenset(self._owners)
+
+    def meet(self, states: States, step: int) -> States:
         """The states of the islands after a meeting: all have the same weights.
 
         Args:
@@ -90,89 +111,180 @@ class IslandMeetings:
 
         Raises PeerError where all islands are here, and one has other weights than the owners.
         """
-        self._round += 1
-        of_islands = {
-            k: _arrays([state.params for state in island]) for k, island in states.items()
-        }
-        for k, arrays in of_islands.items():
-            for name, array in arrays.items():
-                if self._owners[name] != k:
-                    self.transport.offer(self._key(to_owner(k, name)), array)
-        outer = {k: self._step(k, of_islands[k], island) for k, island in states.items()}
-        met = {k: self._after(k, island, outer[k]) for k, island in states.items()}
-        found = [Digests(*self._digests(island)) for island in met.values()]
-        if self._told is None:
-            compare(step, found)
-        else:
-            self._told(step, *found)
-        return met
+        meeting = self.send(states, step, self.names)
+        return self.land(meeting, self.merge(meeting, states))[0]
 
-    def _after(
-        self, island: int, states: Sequence[ChunkState], outer: tuple[Arrays, Arrays]
+    def send(
+        self, states: States, step: int, names: Collection[str], in_background: bool = False
+    ) -> Round:
+        """Begins a meeting: gives weights to their owners.
+
+        Args:
+          states: of the chunks here of each island.
+          step: after which it is.
+          names: of the parameters that meet.
+          in_background: whether steps go on meanwhile. They take the memory of the weights, so
+            copies are sent then.
+        """
+        meeting = self._next_round(step, names)
+        for k, island in states.items():
+            weights = _arrays([state.params for state in island])
+            weights = {name: x for name, x in weights.items() if name in names}
+            if in_background:
+                weights = {name: _copy_program(x.sharding)(x) for name, x in weights.items()}
+            meeting.own[k] = {name: x for name, x in weights.items() if self._owners[name] == k}
+            for name, x in weights.items():
+                if name not in meeting.own[k]:
+                    self.transport.offer(meeting.key(to_owner(k, name)), x)
+        if in_background:
+            self._ask(meeting, self._to_owners(meeting))
+            self._ask(meeting, self._from_owners(meeting))
+        return meeting
+
+    def send_again(
+        self, states: States, step: int, names: Collection[str], to: Collection[int]
+    ) -> Round:
+        """A meeting whose owners have summed before: they send the global weights to islands."""
+        meeting = self._next_round(step, names)
+        meeting.is_merged = True
+        for k, island in states.items():
+            weights = _arrays([state.outer.weights for state in island if state.outer])
+            for name, x in weights.items():
+                if name in names:
+                    self._offer(meeting, k, name, x, to)
+        keys = {k: keys for k, keys in self._from_owners(meeting).items() if k in to}
+        self._ask(meeting, keys)
+        return meeting
+
+    def _next_round(self, step: int, names: Collection[str]) -> Round:
+        self._num_rounds += 1
+        return Round(self._num_rounds, step, names)
+
+    def merge(self, meeting: Round, states: States) -> States:
+        """Owners sum what has come, take the outer step, and send the global weights to all."""
+        assert not meeting.is_merged, "owners sum once"
+        meeting.is_merged = True
+        merged = {k: self._merge_on(meeting, k, island) for k, island in states.items()}
+        meeting.own.clear()
+        return merged
+
+    def _merge_on(
+        self, meeting: Round, island: int, states: Sequence[ChunkState]
     ) -> list[ChunkState]:
-        """An island's states with the global weights, and what it keeps for the next meeting."""
-        weights, new = self._new_weights(island, outer[0]), []
+        kept = [state.outer for state in states if state.outer]
+        weights = _arrays([outer.weights for outer in kept])
+        momentum = _arrays([outer.momentum for outer in kept])
+        own, others = meeting.own[island], [k for k in range(self.count) if k != island]
+        arriving = self._fetched(meeting, [to_owner(k, name) for name in own for k in others])
+        for name in own:
+            theirs = {k: next(arriving) for k in others}
+            all_weights = [own[name] if k == island else theirs[k] for k in range(self.count)]
+            step = _outer_program(self._outer, weights[name].sharding)
+            weights[name], momentum[name] = step(all_weights, weights[name], momentum[name])
+            self._offer(meeting, island, name, weights[name], range(self.count))
+        merged = []
         for state in states:
             owned = self._owned(island, state.params)
-            kept = Outer(*(_like(owned, arrays) for arrays in outer))
-            new.append(replace(state, params=_like(state.params, weights), outer=kept))
-        return new
+            outer = Outer(_like(owned, weights), _like(owned, momentum))
+            merged.append(replace(state, outer=outer))
+        return merged
+
+    def _offer(
+        self, meeting: Round, owner: int, name: str, array: jax.Array, to: Collection[int]
+    ) -> None:
+        """Sends global weights to others than their owner."""
+        for k in to:
+            if k != owner:
+                self.transport.offer(meeting.key(from_owner(k, name)), array)
+
+    def land(
+        self, meeting: Round, states: States, share: float = 1.0
+    ) -> tuple[States, dict[int, Arrays]]:
+        """Ends a meeting: islands go on with the global weights, which are told or compared.
+
+        Args:
+          meeting: that owners have merged.
+          states: of the chunks here of each island.
+          share: of the global weights in the new ones; the rest is that of the island's own.
+
+        Returns the new states, and the global weights of each island here. Raises as `meet`.
+        """
+        landed, met, found = self.global_weights(meeting, states), {}, []
+        for k, island in states.items():
+            weights = landed[k]
+            if share == 1.0:  # a step takes the memory of its parameters
+                weights = {name: _copy_program(x.sharding)(x) for name, x in weights.items()}
+            met[k] = [with_weights(state, weights, share) for state in island]
+            stages = [[*flatten(state.params)] for state in island]
+            owned = self._owned_of(meeting, island)
+            found.append(Digests(_digests(stages, weights), _digests(stages, owned)))
+        if self._told is None:
+            compare(meeting.step, found)
+        else:
+            self._told(meeting.step, *found)
+        return met, landed
+
+    def global_weights(self, meeting: Round, states: States) -> dict[int, Arrays]:
+        """The global weights of a meeting on each island here that they are sent to."""
+        return {
+            k: self._new_weights(meeting, k, self._owned_of(meeting, island))
+            for k, island in states.items()
+        }
+
+    def _owned_of(self, meeting: Round, island: Sequence[ChunkState]) -> Arrays:
+        outer = _arrays([state.outer.weights for state in island if state.outer])
+        return {name: x for name, x in outer.items() if name in meeting.names}
 
     def take_bytes(self) -> dict[str, int]:
         """Returns the bytes that crossed between islands since the last call, by link."""
         return self.transport.take_bytes()
 
-    def _key(self, crossing: str) -> Key:
-        return Key(crossing, self._round, 0)
+    def _to_owners(self, meeting: Round) -> dict[int, list[Key]]:
+        """The arrays that come to each island here for its own parameters, by their keys."""
+        others = lambda k: (other for other in range(self.count) if other != k)
+        return {
+            k: [
+                meeting.key(to_owner(other, name))
+                for name in homes
+                if name in meeting.names and self._owners[name] == k
+                for other in others(k)
+            ]
+            for k, homes in self._homes.items()
+        }
 
-    def _fetched(self, crossings: Sequence[str]) -> Iterator[jax.Array]:
+    def _from_owners(self, meeting: Round) -> dict[int, list[Key]]:
+        """The global weights that come to each island here."""
+        return {
+            k: [
+                meeting.key(from_owner(k, name))
+                for name in homes
+                if name in meeting.names and self._owners[name] != k
+            ]
+            for k, homes in self._homes.items()
+        }
+
+    def _ask(self, meeting: Round, keys: Mapping[int, Sequence[Key]]) -> None:
+        for of_island in keys.values():
+            meeting.asked.update(of_island)
+            self.transport.ask(of_island)
+
+    def _fetched(self, meeting: Round, crossings: Sequence[str]) -> Iterator[jax.Array]:
         """Yields arrays in this order, in which all processes of a stage fetch them."""
-        keys = [self._key(crossing) for crossing in crossings]
-        self.transport.expect(keys)
+        keys = [meeting.key(crossing) for crossing in crossings]
+        self.transport.expect([key for key in keys if key not in meeting.asked])
         for i, key in enumerate(keys):
             ahead = [key for key in keys[i : i + AHEAD] if not self.transport.arrived(key)]
             while key in ahead:
                 self.transport.wait(ahead)
                 ahead = [key for key in ahead if not self.transport.arrived(key)]
-            self._advance()  # over a slow link a meeting takes longer than a step may
             yield self.transport.fetch(key)
 
-    def _step(
-        self, island: int, own: Arrays, states: Sequence[ChunkState]
-    ) -> tuple[Arrays, Arrays]:
-        """The global weights and the momentum of what an island owns; it offers the weights."""
-        kept = [state.outer for state in states if state.outer]
-        weights = _arrays([outer.weights for outer in kept])
-        momentum = _arrays([outer.momentum for outer in kept])
-        others = [k for k in range(self._count) if k != island]
-        arriving = self._fetched([to_owner(k, name) for name in weights for k in others])
-        for name in weights:
-            theirs = {k: next(arriving) for k in others}
-            all_weights = [own[name] if k == island else theirs[k] for k in range(self._count)]
-            step = _outer_program(self._outer, weights[name].sharding)
-            weights[name], momentum[name] = step(all_weights, weights[name], momentum[name])
-            for k in others:
-                self.transport.offer(self._key(from_owner(k, name)), weights[name])
-        return weights, momentum
-
-    def _new_weights(self, island: int, owned: Arrays) -> Arrays:
-        """The global weights on an island: copies, since a step takes their memory."""
-        homes = self._homes[island]
+    def _new_weights(self, meeting: Round, island: int, owned: Arrays) -> Arrays:
+        """The global weights of a meeting on an island."""
+        homes = [name for name in self._homes[island] if name in meeting.names]
         theirs = [name for name in homes if name not in owned]
-        arriving = self._fetched([from_owner(island, name) for name in theirs])
-        found = {**owned, **dict(zip(theirs, arriving, strict=True))}
-        return {name: _copy_program(homes[name].sharding)(found[name]) for name in homes}
-
-    def _digests(self, states: Sequence[ChunkState]) -> tuple[dict[str, str], dict[str, str]]:
-        """The digests of an island's weights here, and of the global weights that it owns.
-
-        All processes of a stage come here with the same arrays.
-        """
-        weights = [digests.of(flatten(state.params)) for state in states]
-        owned = [flatten(state.outer.weights) for state in states if state.outer]
-        of_owned = [digests.of(arrays) for arrays in owned if arrays]
-        joined = lambda trees: {name: x for tree in trees for name, x in tree.items()}
-        return joined(weights), joined(of_owned)
+        arriving = self._fetched(meeting, [from_owner(island, name) for name in theirs])
+        return {**owned, **dict(zip(theirs, arriving, strict=True))}
 
 
 def _homes(chunks: Sequence[Chunk]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -188,6 +300,25 @@ def _like(tree: Tree, arrays: Arrays) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in flatten(tree)])
 
 
+def with_weights(state: ChunkState, weights: Arrays, share: float = 1.0) -> ChunkState:
+    """A state in which global weights have a share in the weights that they are of."""
+    arrays = flatten(state.params)
+    for name, own in arrays.items():
+        if name in weights:
+            blend = _blend_program(share, own.sharding)
+            arrays[name] = weights[name] if share == 1.0 else blend(own, weights[name])
+    return replace(state, params=_like(state.params, arrays))
+
+
+def _digests(trees: Sequence[Sequence[str]], arrays: Arrays) -> dict[str, str]:
+    """The digests of those of some arrays that are here, by the names of each stage.
+
+    All processes of a stage come here with the same arrays.
+    """
+    of_stages = [{name: arrays[name] for name in names if name in arrays} for names in trees]
+    return {name: x for own in of_stages if own for name, x in digests.of(own).items()}
+
+
 @functools.cache
 def _outer_program(
     outer: OuterConfig, where: NamedSharding
@@ -198,3 +329,8 @@ def _outer_program(
 @functools.cache
 def _copy_program(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(jnp.copy, out_shardings=where)
+
+
+@functools.cache
+def _blend_program(share: float, where: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(blend, share), out_shardings=where)

@@ -17,8 +17,9 @@ from holmesjax.config import ParallelConfig
 from holmesjax.data.batches import Batches
 from holmesjax.islands.agreement import Digests
 from holmesjax.islands.crossings import first_stages
-from holmesjax.islands.meeting import IslandMeetings
-from holmesjax.plan.outer_rule import meets
+from holmesjax.islands.meeting import IslandMeetings, with_weights
+from holmesjax.islands.streaming import Streaming
+from holmesjax.plan.meeting_steps import MeetingSteps
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.end_of_step import Metrics
@@ -87,8 +88,7 @@ class IslandsRunner:
     Args:
       islands: those here, by their numbers.
       count: islands of the run.
-      meeting: what islands do when they meet.
-      meets_after: whether they meet after a step.
+      streaming: their meetings.
       waits_for: told what the process waits for, and "" when that has come.
     """
 
@@ -96,12 +96,11 @@ class IslandsRunner:
         self,
         islands: Mapping[int, Island],
         count: int,
-        meeting: IslandMeetings,
-        meets_after: Callable[[int], bool],
+        streaming: Streaming,
         waits_for: Callable[[str], None] = lambda text: None,
     ):
         self._islands, self._waits_for = islands, waits_for
-        self._meeting, self._meets_after = meeting, meets_after
+        self._streaming = streaming
         self.placer = IslandsPlacer(
             {k: island.runner.placer for k, island in islands.items()}, count
         )
@@ -111,15 +110,19 @@ class IslandsRunner:
         """The states of all chunks here; `drawn` is called after each layer."""
         return _joined(island.runner.init(seed, drawn) for island in self._islands.values())
 
-    def begin(self, states: Sequence[ChunkState], done: int) -> Sequence[ChunkState]:
-        """The states with which the run goes on after so many steps.
+    def begin(
+        self, states: Sequence[ChunkState], done: int, written: MeetingSteps | None = None
+    ) -> Sequence[ChunkState]:
+        """The states with which the run goes on; the arguments are those of `Streaming.begin`.
 
         A checkpoint of imported weights has nothing of the meetings, which begin here then.
         """
         self._done = done
-        if all(state.outer for state in states):
-            return states
-        return _joined(self._meeting.begin(self._split(states)).values())
+        return _joined(self._streaming.begin(self._split(states), done, written).values())
+
+    def settled(self, states: Sequence[ChunkState]) -> Sequence[ChunkState]:
+        """The states for a checkpoint, which has all that is on its way then."""
+        return _joined(self._streaming.settle(self._split(states)).values())
 
     def train_step(
         self,
@@ -142,22 +145,26 @@ class IslandsRunner:
             new[k] = [replace(state, outer=before.outer) for state, before in pairs]
             found.append(metrics)
         self._done += 1
-        if self._meets_after(self._done):
+        if self._streaming.is_due(self._done):
             self._waits_for("the meeting of islands")
-            new = dict(self._meeting.meet(new, self._done))
+            new = dict(self._streaming.after_step(new, self._done))
             self._waits_for("")
         return _joined(new.values()), _mean(found)
 
     def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> float | None:
         """Sum of the losses of a batch's tokens, by the weights of the first island.
 
-        They are the global weights: a validation comes after a meeting. None where the last stage
-        of the first island is elsewhere.
+        They are the global weights: a validation comes after a meeting of everything, or the first
+        island keeps them. None where the last stage of the first island is elsewhere.
         """
         assert isinstance(inputs, IslandsInputs), inputs
         if EVALUATES not in self._islands:
             return None
-        own = [replace(state, outer=None) for state in self._split(states)[EVALUATES]]
+        weights = self._streaming.global_weights
+        own = [
+            with_weights(replace(state, outer=None), weights)
+            for state in self._split(states)[EVALUATES]
+        ]
         runner = self._islands[EVALUATES].runner
         losses = [runner.evaluate(own, part) for part in inputs.parts.values()]
         known = [float(loss) for loss in losses if loss is not None]
@@ -165,7 +172,7 @@ class IslandsRunner:
 
     def take_link_bytes(self) -> dict[str, int]:
         """The bytes that crossed each link since the last call, within islands and between."""
-        found = self._meeting.take_bytes()
+        found = self._streaming.meetings.take_bytes()
         for island in self._islands.values():
             for link, count in island.runner.take_link_bytes().items():
                 found[link] = found.get(link, 0) + count
@@ -173,7 +180,7 @@ class IslandsRunner:
 
     def close(self) -> None:
         """Returns when everything that was offered in meetings has been delivered."""
-        self._meeting.transport.close()
+        self._streaming.meetings.transport.close()
 
     def _split(self, states: Sequence[ChunkState]) -> dict[int, Sequence[ChunkState]]:
         parts, start = {}, 0
@@ -249,9 +256,7 @@ def make_islands(
       connect: makes the transport to other processes, for meetings and inside of an island.
       told: as `IslandMeetings` takes it.
     """
-    assert plan.meeting is not None, "islands meet"
     assert not ramps, "a check of the settings sees to it"
-    every = plan.meeting.every
     here: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         assert chunk.island is not None, "each chunk is of an island"
@@ -271,5 +276,7 @@ def make_islands(
         )
         islands[k] = Island(runner, len(of_island), firsts[k])
     count = len(plan.islands)
-    meeting = IslandMeetings(here, count, parallel.outer_rule, transport, told, compiled)
-    return IslandsRunner(islands, count, meeting, lambda step: meets(step, every, steps), waits_for)
+    meetings = IslandMeetings(here, count, parallel.outer_rule, transport, told)
+    keeps = EVALUATES if evaluates else None
+    streaming = Streaming(meetings, chunks[0].model, parallel, steps, keeps)
+    return IslandsRunner(islands, count, streaming, waits_for)

@@ -5,8 +5,8 @@ global weights and those of the islands. The functions work for NumPy and for JA
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from holmesjax.config import ModelConfig, OuterConfig
 from holmesjax.layer_specs.model_layers import layers
@@ -69,25 +69,41 @@ def outer_step(
     return mean + kept * difference - pushed * ahead, after
 
 
-def meets(step: int, every: int, steps: int) -> bool:
-    """Whether the islands meet after a step: after each `every` steps, and after the last.
-
-    >>> [step for step in range(1, 8) if meets(step, 3, 7)]
-    [3, 6, 7]
-    """
-    return step % every == 0 or step == steps
+def blend(share: float, own: Any, weights: Any) -> Any:
+    """The weights that an island goes on with: global ones in a share, its own in the rest."""
+    return (1.0 - share) * own + share * weights
 
 
-def meeting_bytes(sizes: Mapping[str, int], num_islands: int) -> list[int]:
-    """The bytes that each island sends in a meeting: as many as it receives.
+class WayBytes(NamedTuple):
+    """The bytes that an island sends in a meeting."""
 
-    >>> meeting_bytes({"a": 3, "b": 3}, 2)
-    [24, 24]
+    to_owners: int
+    from_owner: int
+
+
+def way_bytes(
+    sizes: Mapping[str, int], num_islands: int, names: Collection[str] | None = None
+) -> list[WayBytes]:
+    """The bytes that each island sends in a meeting, each way.
+
+    >>> way_bytes({"a": 3, "b": 3, "c": 1}, 2, ["b", "c"])
+    [WayBytes(to_owners=12, from_owner=4), WayBytes(to_owners=4, from_owner=12)]
 
     Args:
       sizes: numbers of each parameter that trains, by its name.
       num_islands: of the run.
+      names: the parameters that meet; None: all.
     """
-    owner, everything = owners(sizes, num_islands), sum(sizes.values())
-    owned = [sum(n for name, n in sizes.items() if owner[name] == k) for k in range(num_islands)]
-    return [4 * (everything - own + own * (num_islands - 1)) for own in owned]
+    owner = owners(sizes, num_islands)
+    met = {name: n for name, n in sizes.items() if names is None or name in names}
+    owned = [sum(n for name, n in met.items() if owner[name] == k) for k in range(num_islands)]
+    return [WayBytes(4 * (sum(met.values()) - n), 4 * n * (num_islands - 1)) for n in owned]
+
+
+def meeting_bytes(sizes: Mapping[str, int], num_islands: int) -> list[int]:
+    """The bytes that each island sends in a meeting of all parameters: as many as it receives.
+
+    >>> meeting_bytes({"a": 3, "b": 3}, 2)
+    [24, 24]
+    """
+    return [sum(ways) for ways in way_bytes(sizes, num_islands)]

@@ -98,7 +98,15 @@ class MeetingCost:
 
     every: int  # steps from one meeting to the next
     bytes: tuple[float, ...]  # that each island sends in a meeting, and receives
-    seconds: float  # predicted, in which all islands wait
+    seconds: float  # predicted, of its transfers
+    hidden_s: float = 0.0  # of these, while steps go on; all islands wait in the rest
+    fragments: int = 1  # that meet in turn
+    delay: int = 0  # steps from the begin of a fragment's meeting to its end
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a meeting in which all islands wait."""
+        return self.seconds - self.hidden_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +282,9 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("pipes", "queues", "idle_because", "recomputed_layers", "islands", "meeting"):
         if not values[name]:
             del values[name]  # so a plan without any has the hash that it always had
+    for name, plain in (("hidden_s", 0.0), ("fragments", 1), ("delay", 0)):
+        if values.get("meeting", {}).get(name) == plain:
+            del values["meeting"][name]
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
             del stage["sequence_parallel"]
@@ -459,11 +470,17 @@ def describe(
 def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: bool) -> list[str]:
     assert plan.meeting is not None, "islands have a meeting"
     meeting, texts = plan.meeting, [show(sent, "B") for sent in plan.meeting.bytes]
-    exposed_s = meeting.seconds / meeting.every
+    exposed_s = meeting.exposed_s / meeting.every
+    waits = f"and all wait {show(meeting.exposed_s, 's')}"
+    if meeting.delay:
+        late = f"{show(meeting.hidden_s, 's')} are hidden behind {_count(meeting.delay, 'step')}"
+        waits = f"{late}, {waits}"
+    if meeting.fragments > 1:
+        texts[-1] += f" in {meeting.fragments} fragments"
     lines = [
         f"plan {plan.hash()}: {_count(len(plan.islands), 'island')}, which train on their own and "
         f"meet every {_count(meeting.every, 'step')}, on topology {plan.topology}",
-        f"  meeting   islands send {', '.join(texts)}, and all wait {show(meeting.seconds, 's')}",
+        f"  meeting   islands send {', '.join(texts)}, {waits}",
         f"  step      {show(plan.step_time_s, 's')} predicted: {show(exposed_s, 's')} of it "
         "for the meeting, the rest in the slowest island",
     ]

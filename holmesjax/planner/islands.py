@@ -4,6 +4,8 @@ The settings of `parallel` that pin a plan hold for each island. What islands ke
 meetings is counted when each has its plan, and one that it does not fit is refused.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,7 +13,8 @@ from holmesjax.config import Config
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.outer_rule import meeting_bytes, owners, trained_sizes
+from holmesjax.plan.meeting_steps import fragment_of, steps_of
+from holmesjax.plan.outer_rule import meeting_bytes, owners, trained_sizes, way_bytes
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
@@ -38,7 +41,8 @@ def plan_islands(
     """
     names = clusters_of(config, topology)
     _refuse_untrained_changes(config)
-    every, count = config.parallel.meets_every, len(names)
+    _refuse_empty_fragments(config)
+    count = len(names)
     own = own_config(config, count)
     sizes = trained_sizes(config.model)
     owner = owners(sizes, count)
@@ -47,7 +51,8 @@ def plan_islands(
         found = _on(topology, plan_one(settings, part_of(topology, names[k])), names[k])
         _refuse_shared_table(config, found, k)
         owned = {name for name, island in owner.items() if island == k}
-        stages = tuple(_with_outer(stage, owned, sizes) for stage in found.stages)
+        own_words = functools.partial(_outer_bytes, config, count, owned, keeps=k == 0)
+        stages = tuple(_with_outer(stage, own_words(stage)) for stage in found.stages)
         return replace(found, stages=stages)
 
     parallel, islands = own.parallel, []
@@ -61,14 +66,13 @@ def plan_islands(
         if error := _excess(island, topology, usable_memory):
             raise error
         islands.append(island)
-    sent = meeting_bytes(sizes, count)
-    seconds = _seconds(topology, names, sent)
     slowest = max(islands, key=lambda plan: plan.step_time_s)
+    meeting = _cost(config, topology, names, slowest.step_time_s)
     return replace(
         slowest,
         stages=tuple(stage for island in islands for stage in island.stages),
         global_batch=config.train.global_batch,
-        step_time_s=slowest.step_time_s + seconds / every,
+        step_time_s=slowest.step_time_s + meeting.exposed_s / meeting.every,
         bound_s=max(island.bound_s for island in islands),
         idle={node: n for island in islands for node, n in island.idle.items()},
         idle_because={},
@@ -77,7 +81,7 @@ def plan_islands(
         queues=(),
         recomputed_layers=(),
         islands=tuple(islands),
-        meeting=MeetingCost(every=every, bytes=tuple(map(float, sent)), seconds=seconds),
+        meeting=meeting,
     )
 
 
@@ -108,6 +112,14 @@ def _refuse_untrained_changes(config: Config) -> None:
                     found=f"{layer}.{parameter.name}",
                     fix="use a model without them, or set parallel.across to pipeline",
                 )
+
+
+def _refuse_empty_fragments(config: Config) -> None:
+    """Raises PlanError where there are more fragments than layers."""
+    fragments, count = config.parallel.fragments or 1, len(layers(config.model))
+    if fragments > count:
+        problem = f"must be at most {count}, the layers of the model"
+        raise PlanError("parallel.fragments", problem, found=fragments, fix="use fewer")
 
 
 def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
@@ -143,7 +155,16 @@ def own_config(config: Config, count: int) -> Config:
 
 def without_islands(config: Config) -> Config:
     """The same run as one pipeline."""
-    parallel = replace(config.parallel, across="pipeline", islands=None, every=None, outer=None)
+    parallel = replace(
+        config.parallel,
+        across="pipeline",
+        islands=None,
+        every=None,
+        outer=None,
+        fragments=None,
+        delay=None,
+        blend=None,
+    )
     return replace(config, parallel=parallel)
 
 
@@ -166,11 +187,33 @@ def _on(topology: Topology, plan: Plan, clusters: Sequence[str]) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _with_outer(stage: StagePlan, owned: set[str], sizes: dict[str, int]) -> StagePlan:
-    """The stage with the memory of what its island owns; each device has a part at most."""
-    held = sum(n for name, n in sizes.items() if name in owned and _layer(name) in stage.layers)
-    cuts = len(stage.devices)
-    return replace(stage, memory_bytes={**stage.memory_bytes, "outer": WORDS_BYTES * held / cuts})
+def _outer_bytes(
+    config: Config, count: int, owned: set[str], stage: StagePlan, keeps: bool
+) -> float:
+    """The bytes that a stage has for meetings: what its island owns, and what is on its way.
+
+    A fragment on its way is there once for the owners, and what comes is beside it. The first
+    island keeps all global weights where it validates while islands have none in common.
+    """
+    sizes = trained_sizes(config.model)
+    here = {name: n for name, n in sizes.items() if _layer(name) in stage.layers}
+    found = float(WORDS_BYTES * sum(n for name, n in here.items() if name in owned))
+    steps = steps_of(config.parallel)
+    if steps.delay:
+        fragments = fragment_of(layers(config.model), steps.fragments)
+        loads = Counter[int]()
+        for name, n in here.items():
+            loads[fragments[_layer(name)]] += n
+        found += 4 * max(loads.values(), default=0) * (1 + 2 * (count - 1) / count)
+    if keeps and config.train.eval_every and (steps.delay or steps.fragments > 1):
+        found += 4 * sum(here.values())
+    return found
+
+
+def _with_outer(stage: StagePlan, outer_bytes: float) -> StagePlan:
+    """The stage with the memory of meetings; each device has a part at most."""
+    memory_bytes = {**stage.memory_bytes, "outer": outer_bytes / len(stage.devices)}
+    return replace(stage, memory_bytes=memory_bytes)
 
 
 def _layer(name: str) -> str:
@@ -192,16 +235,50 @@ def _excess(island: Plan, topology: Topology, usable_memory: float) -> PlanError
     return None
 
 
-def _seconds(topology: Topology, names: Sequence[Sequence[str]], sent: Sequence[int]) -> float:
-    """Seconds of a meeting: the slowest island's bytes over its slowest link, twice its latency."""
-    if len(names) == 1:
-        return 0.0
+def _cost(
+    config: Config, topology: Topology, names: Sequence[Sequence[str]], step_s: float
+) -> MeetingCost:
+    """The cost of one meeting of each fragment, beside steps that take so long.
+
+    A fragment takes as long as the slowest island's bytes over its slowest link, and its latency
+    each way. Half of its delay hides the way to the owners, and half the way back.
+    """
+    steps, sizes, count = steps_of(config.parallel), trained_sizes(config.model), len(names)
+    fragments = fragment_of(layers(config.model), steps.fragments)
+    links = _slowest_links(topology, names)
+    seconds = hidden_s = 0.0
+    for number in range(steps.fragments):
+        met = [name for name in sizes if fragments[_layer(name)] == number]
+        ways_s = [
+            (there / rate + latency_s, back / rate + latency_s)
+            for (there, back), (rate, latency_s) in zip(
+                way_bytes(sizes, count, met), links, strict=False
+            )
+        ]
+        fragment_s = max((there_s + back_s for there_s, back_s in ways_s), default=0.0)
+        there_s = max((there_s for there_s, _ in ways_s), default=0.0)
+        back_s = max((back_s for _, back_s in ways_s), default=0.0)
+        there = (steps.delay + 1) // 2
+        behind_s = min(there_s, there * step_s) + min(back_s, (steps.delay - there) * step_s)
+        seconds += fragment_s
+        hidden_s += min(behind_s, fragment_s)
+    return MeetingCost(
+        every=steps.every,
+        bytes=tuple(map(float, meeting_bytes(sizes, count))),
+        seconds=seconds,
+        hidden_s=hidden_s,
+        fragments=steps.fragments,
+        delay=steps.delay,
+    )
+
+
+def _slowest_links(topology: Topology, names: Sequence[Sequence[str]]) -> list[tuple[float, float]]:
+    """The bytes/s and the latency of each island's slowest links to others; none for one island."""
     first = {c.name: c.nodes[0].name for c in topology.clusters}
-    found = 0.0
-    for k, island in enumerate(names):
+    slowest = []
+    for island in names if len(names) > 1 else ():
         others = [name for other in names if other != island for name in other]
         links = [topology.boundary_link(first[a], first[b]) for a in island for b in others]
-        slowest = min(link.bandwidth_bytes_per_s for link in links)
-        latency_s = max(link.latency_s for link in links)
-        found = max(found, sent[k] / slowest + 2 * latency_s)
-    return found
+        rate = min(link.bandwidth_bytes_per_s for link in links)
+        slowest.append((rate, max(link.latency_s for link in links)))
+    return slowest

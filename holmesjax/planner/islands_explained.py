@@ -5,7 +5,7 @@ Times are for equal tokens. What islands cost in loss for equal tokens is not in
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from holmesjax.config import Config
@@ -30,6 +30,7 @@ class Way:
     step_s: float | None = None  # None: not possible
     sent_bytes: float = 0.0  # in a step, one way, where most are sent: by an island, or over a link
     exposed_s: float = 0.0  # of a step, in which devices wait for what is sent
+    hidden_s: float = 0.0  # of a step, in which they compute while it is sent
     why: str = ""  # it is not possible
 
 
@@ -69,14 +70,24 @@ def _ways(plan: Plan) -> Iterator[Way]:
     """Yields the plan's own way, and that of other steps between meetings."""
     meeting = plan.meeting
     assert meeting is not None, "the plan has islands"
-    alone_s = plan.step_time_s - meeting.seconds / meeting.every
-    for every in (meeting.every, *(n for n in OTHER_EVERY if n != meeting.every)):
-        exposed_s = meeting.seconds / every
+    alone_s = plan.step_time_s - meeting.exposed_s / meeting.every
+    plain = replace(meeting, hidden_s=0.0, fragments=1, delay=0)
+    others = [replace(plain, every=every) for every in OTHER_EVERY if every != meeting.every]
+    if meeting.delay:
+        others.insert(0, replace(meeting, hidden_s=0.0, delay=0))
+    for cost in (meeting, *others):
+        every = cost.every
+        what = f"islands that meet {f'every {every} steps' if every > 1 else 'in every step'}"
+        if cost.fragments > 1:
+            what += f", in {cost.fragments} fragments"
+        if cost.delay:
+            what += f", {cost.delay} late"
         yield Way(
-            what=f"islands that meet {f'every {every} steps' if every > 1 else 'in every step'}",
-            step_s=alone_s + exposed_s,
-            sent_bytes=max(meeting.bytes) / every,
-            exposed_s=exposed_s,
+            what=what,
+            step_s=alone_s + cost.exposed_s / every,
+            sent_bytes=max(cost.bytes) / every,
+            exposed_s=cost.exposed_s / every,
+            hidden_s=cost.hidden_s / every,
         )
 
 
@@ -102,12 +113,13 @@ def describe_run(explanation: Explanation | IslandsExplanation) -> list[str]:
     """Lines of an explanation for the console."""
     if isinstance(explanation, Explanation):
         return describe(explanation)
-    rows: list[tuple[str, ...]] = [("", "step", "tokens/s", "sent a step", "of it exposed")]
+    rows: list[tuple[str, ...]] = [("", "step", "tokens/s", "sent a step", "exposed", "hidden")]
     for way in explanation.ways:
-        numbers: tuple[str, ...] = (way.why, "", "", "")
+        numbers: tuple[str, ...] = (way.why, "", "", "", "")
         if way.step_s is not None:
             rate = f"{explanation.tokens / way.step_s:,.0f}"
-            sent = show(way.sent_bytes, "B"), show(way.exposed_s, "s")
+            seconds = show(way.exposed_s, "s"), show(way.hidden_s, "s")
+            sent = show(way.sent_bytes, "B"), *seconds
             numbers = (show(way.step_s, "s"), rate, *sent)
         rows.append((way.what, *numbers))
     lines = ["islands and a pipeline, side by side", *(f"  {line}" for line in aligned(rows))]

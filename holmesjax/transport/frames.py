@@ -129,6 +129,7 @@ class Channel:
       parts: data to send, shared by all channels to the same process: the free one takes the next.
       reconnect: called on the reading thread when the connection is lost. Without it, the channel
         ends with its connection.
+      heard: called on the reading thread when bytes of a payload have come.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class Channel:
         silence_s: float,
         parts: deque[Packet],
         reconnect: Reconnect | None = None,
+        heard: Callable[[], object] = lambda: None,
     ):
         self._handler, self._silence = handler, Silence(silence_s)
-        self._reconnect = reconnect
+        self._reconnect, self._heard = reconnect, heard
         self._control: deque[Frame] = deque()  # sent before data, so that asking waits for nobody
         self._parts = parts
         self._outbox: Outbox[Frame] = Outbox()
@@ -362,6 +364,7 @@ class Channel:
             self._partial_bytes += received
             if self._is_in_payload:
                 self.payload_s = self._silence.heard_s
+                self._heard()
             return received
 
     # ---- writing -------------------------------------------------------------------------------

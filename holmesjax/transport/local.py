@@ -26,6 +26,9 @@ class Transport(Protocol):
     def expect(self, keys: Sequence[Key]) -> None:
         """Announces the next fetches, in their order, so that arrays can be asked for ahead."""
 
+    def ask(self, keys: Sequence[Key]) -> None:
+        """Asks for arrays that are fetched some steps later; they come while steps go on."""
+
     def arrived(self, key: Key) -> bool:
         """Whether a fetch of that key would not wait."""
 
@@ -61,6 +64,9 @@ class LocalTransport:
 
     def expect(self, keys: Sequence[Key]) -> None:
         pass  # what is in this process needs no asking ahead
+
+    def ask(self, keys: Sequence[Key]) -> None:
+        pass
 
     def arrived(self, key: Key) -> bool:
         return key in self._offers

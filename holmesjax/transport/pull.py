@@ -2,6 +2,7 @@
 
     source: offer, ready -> answer what was asked for, before or since -> delivered
     target: expect -> ask, a few arrays ahead -> every part lands once -> arrive -> take
+            expect_later -> ask, many at a time, whatever is taken meanwhile -> ...
 
 Methods change the state, and return what the byte mover (`tcp`) does next. They send nothing, wait
 for nothing and take no lock: the mover calls them one at a time. A frame that the other end must
@@ -19,6 +20,7 @@ from holmesjax.transport.frames import Frame, FrameKind, ViolationError, parts_o
 # Arrays asked for and not yet taken: one that arrives while the one before is computed with. Each
 # more would hold another boundary in memory and hide nothing longer than a task.
 PREFETCH = 2
+IN_BACKGROUND = 64  # arrays on their way while steps go on, so that a far link is filled
 MAX_WAITING = 1 << 12  # arrays that others may have asked for and that are not yet offered
 
 Where = tuple[int, int, int, int]  # crossing, step, microbatch and piece, as in a frame
@@ -152,6 +154,8 @@ class Target:
     def __init__(self, traffic: Sequence[Traffic]):
         self._by_name = {one.name: one for one in traffic}
         self._expected: deque[Key] = deque()
+        self._later: deque[Key] = deque()  # that come in the background, and are not asked for yet
+        self._background: set[Key] = set()  # of these, asked for and not taken
         self._missing: dict[Key, int] = {}  # pieces of each array that was asked for
         self._arrived: set[Key] = set()
         self._awaited: dict[tuple[int, Where], _Landing] = {}  # by peer and piece
@@ -163,24 +167,45 @@ class Target:
         self._expected += keys
         return self._ahead()
 
+    def expect_later(self, keys: Sequence[Key]) -> list[Key]:
+        """Adds arrays that come in the background; returns those to ask for now."""
+        known = {*self._later, *self._expected, *self._missing}
+        assert known.isdisjoint(keys), f"{known & set(keys)} are expected twice"
+        self._later += keys
+        return self._of_background()
+
+    def _of_background(self) -> list[Key]:
+        on_way = len(self._background - self._arrived)
+        found = [
+            self._later.popleft() for _ in range(min(len(self._later), IN_BACKGROUND - on_way))
+        ]
+        self._background.update(found)
+        self._missing.update(dict.fromkeys(found, 0))
+        return found
+
     def hurry(self, key: Key) -> list[Key]:
         """Returns the arrays to ask for when one is waited for, wherever it is in the order."""
         if key in self._missing:
             return []
-        assert key in self._expected, f"{key} was not expected, or has been fetched"
-        self._expected.remove(key)
+        if key in self._later:
+            self._later.remove(key)
+            self._background.add(key)
+        else:
+            assert key in self._expected, f"{key} was not expected, or has been fetched"
+            self._expected.remove(key)
         self._missing[key] = 0
         return [key]
 
     def take(self, key: Key) -> list[Key]:
         """Takes an array that has arrived; returns the arrays to ask for now."""
         self._arrived.remove(key)
+        self._background.discard(key)
         del self._missing[key]
         return self._ahead()
 
     def _ahead(self) -> list[Key]:
         found = []
-        while self._expected and len(self._missing) < PREFETCH:
+        while self._expected and len(self._missing) - len(self._background) < PREFETCH:
             found.append(self._expected.popleft())
             self._missing[found[-1]] = 0
         return found
@@ -219,9 +244,10 @@ class Target:
         is_whole = not self._missing[landing.key]
         return landing.shared.num_bytes, landing.key if is_whole else None
 
-    def arrive(self, key: Key) -> None:
-        """Notes that an array can be taken."""
+    def arrive(self, key: Key) -> list[Key]:
+        """Notes that an array can be taken; returns the arrays to ask for now."""
         self._arrived.add(key)
+        return self._of_background()
 
     def arrived(self, key: Key) -> bool:
         return key in self._arrived

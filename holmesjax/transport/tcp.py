@@ -106,6 +106,8 @@ class TcpTransport:
       rendezvous: this process and the others, and how they meet.
       timeouts: how long it waits for others.
       on_failure: told of the first failure, on the thread that noticed it.
+      advance: called when bytes of an array have come, on the threads that receive: an array may
+        take longer over a slow link than a step may take without a sign of progress.
 
     Raises:
       PeerError: a neighbour does not come.
@@ -121,9 +123,10 @@ class TcpTransport:
         rendezvous: Rendezvous,
         timeouts: Timeouts,
         on_failure: Callable[[Exception], object] = lambda error: None,
+        advance: Callable[[], object] = lambda: None,
     ):
         self._me = me = rendezvous.me
-        self._timeouts, self._on_failure = timeouts, on_failure
+        self._timeouts, self._on_failure, self._advance = timeouts, on_failure, advance
         processes = rendezvous.processes
         self._devices = dict(zip(plan.stages[me.stage].devices, mesh.devices.flat, strict=True))
         self._ends: dict[str, End] = {}
@@ -199,7 +202,7 @@ class TcpTransport:
         self._widen(peer, connection.sock)
         reconnect = functools.partial(self._reconnect, peer, stream)
         silence_s = self._timeouts.silence_s
-        channel = Channel(connection.sock, self, silence_s, peer.packets, reconnect)
+        channel = Channel(connection.sock, self, silence_s, peer.packets, reconnect, self._advance)
         with self._changed:
             if self._is_closing:
                 connection.close()
@@ -292,6 +295,11 @@ class TcpTransport:
         """Announces the next fetches, in their order."""
         with self._changed:
             self._ask(self._target.expect(keys))
+
+    def ask(self, keys: Sequence[Key]) -> None:
+        """Asks for arrays that are fetched some steps later; they come while steps go on."""
+        with self._changed:
+            self._ask(self._target.expect_later(keys))
 
     def arrived(self, key: Key) -> bool:
         """Whether a fetch would not wait."""
@@ -412,7 +420,7 @@ class TcpTransport:
             array = self._assemble(receiving)
         with self._changed:
             receiving.array = array
-            self._target.arrive(key)
+            self._ask(self._target.arrive(key))
             self._changed.notify_all()
 
     def _assemble(self, receiving: Receiving) -> jax.Array:

@@ -7,17 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import PeerError
 from holmesjax.islands.agreement import Agreement, Digests, compare
 from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.plan.outer_rule import meeting_bytes, outer_step
-from holmesjax.runtime.chunk import ChunkState
 from tests.diloco import diloco
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
+from tests.drawn_islands import CUTS, islands_of, numbers, states_of
 
-CUTS = [((2, 2), 1, 1), ((4,), 2, 1), ((1, 3), 1, (1, 2))]  # of each island: unlike ones
 NESTEROV, HEAVY_BALL = OuterConfig(), OuterConfig(rate=0.5, momentum=0.6, nesterov=False)
 
 
@@ -43,33 +40,6 @@ def test_rate_1_without_momentum_gives_the_mean_to_the_bit():
     plain = OuterConfig(rate=1.0, momentum=0.0)
     assert before[0] - (before[0] - one[0]) != one[0]
     np.testing.assert_array_equal(outer_step(plain, [one], before, 0 * before)[0], one)
-
-
-def islands_of(cuts):
-    """The chunks of islands side by side on the devices here."""
-    start, found = 0, {}
-    for k, (split, data, tensor) in enumerate(cuts):
-        plan = hand_made_plan(split, data, tensor)
-        moved = tuple(
-            dataclasses.replace(stage, devices=tuple(start + device for device in stage.devices))
-            for stage in plan.stages
-        )
-        start += sum(len(stage.devices) for stage in moved)
-        chunks = make_chunks(make_model(), dataclasses.replace(plan, stages=moved))
-        found[k] = [dataclasses.replace(chunk, island=k) for chunk in chunks]
-    return found
-
-
-def states_of(chunks, random):
-    """States with random weights, and nothing else."""
-    shapes = [chunk.state_shapes.params for chunk in chunks]
-    draw = lambda x: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
-    return [ChunkState(jax.tree.map(draw, own), {}, {}) for own in shapes]
-
-
-def numbers(states, what):
-    trees = [flatten(what(state)) for state in states]
-    return {name: np.asarray(x) for tree in trees for name, x in tree.items()}
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -119,8 +89,8 @@ def test_an_island_with_other_bits_is_named(monkeypatch, odd):
     states = meeting.meet(states, 1)
     new = IslandMeetings._new_weights
 
-    def flipped(self, island, owned):
-        arrays = new(self, island, owned)
+    def flipped(self, meeting, island, owned):
+        arrays = new(self, meeting, island, owned)
         name = next(iter(arrays))
         return {**arrays, name: arrays[name].at[0].add(1e-6)} if island == odd else arrays
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import signal
 
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 from holmesjax import Trainer
 from holmesjax.checkpoints import manifest
 from holmesjax.report import metrics
-from tests.jobs import RunningJob, compiling_once, write_run
+from tests.jobs import RunningJob, compiling_once, external_job, write_run
 
 SETTINGS = [
     *("parallel.clusters=null", "parallel.across=local_updates", "parallel.every=2"),
     *("parallel.microbatches=1", "model.num_layers=2", "model.width=16", "model.num_heads=2"),
     *("train.steps=7", "train.eval_every=4", "train.eval_batches=1", "checkpoint.every=3"),
 ]
+# Each fragment meets every two steps, and lands a step later.
+STREAM = ["parallel.fragments=2", "parallel.delay=1", "parallel.blend=0.75"]
 PAIRS = ["parallel.islands=[[a,b],[c,d]]", "parallel.stages=2"]
 CLUSTERS = dict.fromkeys("abcd", (1,))
 
@@ -27,30 +30,35 @@ def saved(run_dir, step):
     return {name: own["digest"] for name, own in arrays.items()}
 
 
-def assert_same_runs(one, other):
-    """Both runs have the same bits between two meetings and at their end, and the same numbers."""
+def assert_same_runs(one, other, streams=False):
+    """Both runs have the same bits between two meetings and at their end, and the same numbers.
+
+    If fragments stream, how many bytes come while which step goes on is chance.
+    """
     for step in (3, 7):
         assert saved(one, step) == saved(other, step)
     ours, theirs = (list(metrics.read(folder)) for folder in (one, other))
     assert [x.get("val_loss") for x in ours] == [x.get("val_loss") for x in theirs]
     for name in ("loss", "grad_norm", "learning_rate"):
         np.testing.assert_allclose(*([x[name] for x in own] for own in (ours, theirs)), rtol=3e-7)
+    if streams:
+        return
     assert [x["link_bytes"] for x in ours] == [x["link_bytes"] for x in theirs]
     assert ours[3]["link_bytes"].keys() > ours[2]["link_bytes"].keys()
 
 
 def test_a_process_is_killed_and_the_bits_are_those_of_one_process(tmp_path):
-    """Each island is a pipeline of two stages. Step 3 is between two meetings."""
-    run_file = write_run(tmp_path, CLUSTERS)
-    words = [run_file, "--launcher", "local", "--max-restarts", 1, *SETTINGS, *PAIRS]
+    """Each island is a pipeline of two stages. A fragment is on its way after each step."""
+    run_file, settings = write_run(tmp_path, CLUSTERS), [*SETTINGS, *PAIRS, *STREAM]
+    words = [run_file, "--launcher", "local", "--max-restarts", 1, *settings]
     with RunningJob(*words, env=compiling_once(tmp_path)) as job:
         job.until("step 5/")
         os.kill(job.workers()[3], signal.SIGKILL)
         assert job.end() == 0, job.output
     assert "starting again" in job.output
-    one = [*SETTINGS, *PAIRS, f"run.dir={tmp_path / 'one'}"]
+    one = [*settings, f"run.dir={tmp_path / 'one'}"]
     Trainer(run_file, one, io.StringIO()).run()
-    assert_same_runs(tmp_path / "run", tmp_path / "one")
+    assert_same_runs(tmp_path / "run", tmp_path / "one", streams=True)
 
 
 @pytest.mark.exhaustive
@@ -63,6 +71,24 @@ def test_three_islands_go_on_to_the_same_bits_whoever_is_killed(tmp_path, number
     with RunningJob(*words) as job:
         job.until(moment)
         os.kill(job.workers()[number], signal.SIGKILL)
+        assert job.end() == 0, job.output
+    Trainer(run_file, [*settings, f"run.dir={tmp_path / 'one'}"], io.StringIO()).run()
+    assert_same_runs(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_an_island_that_ends_inside_a_meeting_is_named_and_all_go_on(tmp_path, seed):
+    """Killed or stopped after a random part of the arrays that come to it in four meetings."""
+    rng = random.Random(seed)
+    odd, clusters = rng.randrange(2), dict.fromkeys("ab", (1,))
+    ends_in = [rng.choice([signal.SIGKILL, signal.SIGSTOP]), rng.randrange(1, 60)]
+    settings = [*SETTINGS, "distributed.heartbeat_timeout_s=8"]
+    with external_job(tmp_path, clusters, *settings, odd={odd: {"ends_in": ends_in}}) as job:
+        assert job.end() != 0, job.output
+    assert f"process {odd})" in job.output
+    run_file = tmp_path / "run.yaml"
+    with RunningJob(run_file, "--launcher", "local", *settings) as job:
         assert job.end() == 0, job.output
     Trainer(run_file, [*settings, f"run.dir={tmp_path / 'one'}"], io.StringIO()).run()
     assert_same_runs(tmp_path / "run", tmp_path / "one")

@@ -89,6 +89,23 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     go_on_with_others(tmp_path / "others")
 
 
+def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bits(tmp_path):
+    """The second of two fragments is sent after step 4, and lands after step 6."""
+    stream = {"parallel.fragments": 2, "parallel.delay": 2, "parallel.blend": 0.75}
+    settings = {**ISLANDS, **stream, "parallel.every": 4, "train.steps": 9, "train.eval_every": 4}
+    whole, cut = (trainer(tmp_path / name, **settings) for name in ("whole", "cut"))
+    whole.run()
+    for _ in range(4):
+        cut.step()
+    cut.close()
+    again = Trainer(tmp_path / "cut", stream=io.StringIO())
+    again.run()
+    assert saved(tmp_path / "cut", 9) == saved(tmp_path / "whole", 9)
+    assert [run.history[-2]["val_loss"] for run in (whole, again)] == [
+        whole.history[-2]["val_loss"]
+    ] * 2
+
+
 def go_on_with_others(folder):
     """A pipeline goes on where two islands were between meetings, and then one island does.
 
@@ -175,6 +192,27 @@ def test_the_plan_says_islands_bytes_and_seconds():
         Plan.from_json(dataclasses.replace(plan, meeting=None).to_json())
 
 
+def test_the_plan_prices_what_steps_hide():
+    """Each way of a fragment hides behind half of its delay, and no more than there is."""
+    streaming = {**SMALL, **ISLANDS, "parallel.every": 12, "parallel.fragments": 2}
+    plain = job.load(RUN, streaming).plan
+    for delay in (1, 4):
+        settings = {**streaming, "parallel.delay": delay}
+        planned = job.load(RUN, settings)
+        meeting, alone_s = planned.plan.meeting, planned.plan.islands[0].step_time_s
+        assert meeting.seconds == plain.meeting.seconds > 0
+        assert meeting.bytes == plain.meeting.bytes
+        there_back = ((delay + 1) // 2, delay // 2)
+        least = min(meeting.seconds, 2 * sum(there_back) * alone_s)
+        assert 0 < meeting.hidden_s <= least
+        assert Plan.from_json(planned.plan.to_json()) == planned.plan
+    assert meeting.exposed_s == pytest.approx(0.0, abs=1e-9 + meeting.seconds / 100)
+    found = explain_run(planned.config, planned.topology).ways
+    assert found[0].hidden_s == meeting.hidden_s / 12
+    assert found[1].exposed_s == meeting.seconds / 12
+    assert "fragments, 4 late" in found[0].what
+
+
 def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():
     """Without meetings fewer layers would, as many as fill the memory."""
     clusters = [make_cluster(name, "infiniband", (1,), memory_gib=5.0) for name in ("a", "b")]
@@ -220,6 +258,11 @@ REFUSED = {
     "train.spike_policy: islands cannot": {"train.spike_policy": "skip"},
     "train.param_dtype: must be float32": {"train.param_dtype": "bfloat16"},
     "optimizer.ema_decay: islands keep no": {"optimizer.ema_decay": 0.9},
+    "parallel.fragments: must divide parallel.every = 2": {"parallel.fragments": 3},
+    "parallel.fragments: must be at most 4": {"parallel.fragments": 5, "parallel.every": 5},
+    "parallel.delay: must be at most 1": {"parallel.fragments": 2, "parallel.delay": 2},
+    "parallel.blend: is only for": {"parallel.across": "pipeline", "parallel.blend": 0.5},
+    "parallel.blend": {"parallel.blend": 0.0},
     "parallel.outer.momentum": {"parallel.outer": {"momentum": 1.0}},
     "island 0: cannot share the token table": {
         "model.tied_embeddings": True,

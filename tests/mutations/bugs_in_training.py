@@ -34,6 +34,27 @@ TRAINING = (
         ),
     ),
     Bug(
+        name="fragment-lost-in-a-checkpoint",
+        module="holmesjax.training_loop",
+        old="self.states = self.runner.settled(self.states)",
+        new="pass",
+        wrong="a checkpoint lacks what is on its way between islands",
+        tests=(
+            "tests/islands/test_runs.py::"
+            "test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bits",
+        ),
+    ),
+    Bug(
+        name="blend-the-wrong-way-round",
+        module="holmesjax.plan.outer_rule",
+        old="return (1.0 - share) * own + share * weights",
+        new="return share * own + (1.0 - share) * weights",
+        wrong="an island keeps the share that the global weights should have",
+        tests=(
+            "tests/islands/test_streaming.py::test_fragments_meet_by_the_rule_and_from_any_step_on",
+        ),
+    ),
+    Bug(
         name="weight-of-a-choice-left-out",
         module="kernels.experts",
         old="hidden_SF = _activate(static, inner) * weight_S[:, None]",

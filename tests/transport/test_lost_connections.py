@@ -1,11 +1,8 @@
 """Connections are lost while both processes live: what crosses is the same, to the byte."""
 
-import contextlib
 import random
 import re
 import socket
-import struct
-import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -15,13 +12,12 @@ import numpy as np
 import pytest
 
 from holmesjax.errors import PeerError
-from holmesjax.transport import connections, frames, tls
+from holmesjax.transport import frames, tls
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.outbox import Outbox, Position
+from tests.relays import Breaker
 from tests.two_stages import PLAN, make_crossing, start_pair, together
-
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
 
 
 def test_what_is_sent_again_begins_where_the_other_end_stands():
@@ -65,77 +61,6 @@ def test_nobody_can_go_on_where_nothing_is(position):
         outbox.rest(position)
     with pytest.raises(ValueError, match="5 messages were received, and 4 were sent"):
         outbox.received(5)
-
-
-class Breaker:
-    """A proxy whose connections are lost, each after some bytes, with a reset to both ends.
-
-    `lasts` gives the bytes of the next connection; None: it is not lost. One that is `mute` passes
-    nothing on, and is not closed. With `flips`, one bit is changed after these bytes, and all goes
-    on: a man in the middle.
-    """
-
-    def __init__(self, address, lasts, flips=False):
-        self._flips = flips
-        self._listener = connections.listen("127.0.0.1")
-        self._address, self._lasts = address, lasts
-        self.is_open = True
-        self.num_calls, self.num_lost = 0, 0
-        self.mute: set[socket.socket] = set()
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self):
-        return connections.address_of(self._listener)
-
-    def silence(self):
-        """Lets nothing more through the connections that there are."""
-        self.mute.update(sock for pair in self._pairs for sock in pair)
-
-    def _run(self):
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                self.num_calls += 1
-                try:
-                    far = socket.create_connection(self._address)
-                except OSError:  # nobody is there any more
-                    near.close()
-                    continue
-                self._pairs.append((near, far))
-                left = [self._lasts()]
-                for way in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(*way, left), daemon=True).start()
-
-    def _pass(self, source, target, left):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if source in self.mute:
-                    continue
-                if left[0] is not None and self._flips and 0 < left[0] <= len(data):
-                    data = bytearray(data)
-                    data[left[0] - 1] ^= 1 << left[0] % 8
-                    self.num_lost += 1
-                    left[0] = None
-                elif left[0] is not None:
-                    data, left[0] = data[: left[0]], left[0] - len(data)
-                target.sendall(data)
-                if left[0] is not None and left[0] <= 0:
-                    self.num_lost += 1
-                    break
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                sock.shutdown(socket.SHUT_RD)  # wakes the other thread, and says nothing outside
-                sock.close()
-
-    def close(self):
-        for sock in (self._listener, *(sock for pair in self._pairs for sock in pair)):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
 
 
 @pytest.fixture

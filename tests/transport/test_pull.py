@@ -93,7 +93,7 @@ class Mover:
             assert (covered[0][0], covered[-1][1]) == (0, num_bytes)
             assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
         if whole:
-            self.target.arrive(whole)
+            assert not self.target.arrive(whole)
 
 
 @given(st.integers(1, 5), st.randoms(use_true_random=False))
@@ -115,6 +115,21 @@ def test_what_is_waited_for_is_asked_before_its_turn():
     assert pulls.hurry(last) == pulls.hurry(first) == []
     with pytest.raises(AssertionError, match="expected twice"):
         pulls.expect([last])
+
+
+def test_what_comes_in_the_background_takes_no_place_of_what_is_expected(monkeypatch):
+    monkeypatch.setattr("holmesjax.transport.pull.IN_BACKGROUND", 2)
+    pulls = target()
+    later, soon = keys(7)[:4], keys(7)[4:]
+    assert pulls.expect_later(later) == later[:2]
+    assert pulls.expect(soon) == soon[:PREFETCH]
+    assert pulls.arrive(later[0]) == [later[2]]
+    assert pulls.hurry(later[3]) == [later[3]]
+    assert pulls.arrive(soon[0]) == []
+    assert pulls.take(soon[0]) == [soon[2]]
+    assert pulls.take(later[0]) == []
+    with pytest.raises(AssertionError, match="expected twice"):
+        pulls.expect_later([later[1]])
 
 
 def test_a_lost_part_keeps_the_array_from_arriving_and_names_who_owes_it():

@@ -1,6 +1,5 @@
 """TCP beside the contract: memory, and failures that are told well."""
 
-import contextlib
 import gc
 import socket
 import threading
@@ -15,10 +14,11 @@ import pytest
 
 from holmesjax.errors import PeerError
 from holmesjax.parallel import platforms
-from holmesjax.transport import connections, tcp
+from holmesjax.transport import tcp
 from holmesjax.transport.buffers import BufferPool, runs_of
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel
+from tests.relays import Proxy
 from tests.two_stages import (
     BACK,
     KEYS,
@@ -161,57 +161,6 @@ def test_what_is_delivered_is_dropped_and_closing_waits_for_the_rest(pair):
 # ---- what goes wrong on the way ------------------------------------------------------------------
 
 
-class Proxy:
-    """Passes bytes on between two ends, until it is told to stop.
-
-    `passed` is told how many bytes have gone to the address, before more go there.
-    """
-
-    def __init__(self, address, passed=lambda num_bytes: None):
-        self._listener = connections.listen("127.0.0.1")
-        self._address, self._passed = address, passed
-        self.silent = threading.Event()
-        self._socks = [self._listener]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self):
-        return connections.address_of(self._listener)
-
-    def _run(self):
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._address)
-            self._socks += [near, far]
-            for way in ((near, far, self._passed), (far, near, lambda num_bytes: None)):
-                threading.Thread(target=self._pass, args=way, daemon=True).start()
-
-    def _pass(self, source, target, passed):
-        try:
-            while data := source.recv(1 << 17):
-                while self.silent.is_set():
-                    time.sleep(0.01)
-                target.sendall(data)
-                passed(len(data))
-        except OSError:
-            pass
-
-    def close(self):
-        self.silent.clear()
-        for sock in self._socks:
-            end(sock)
-
-
-def end(sock):
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
-
-
 def through(proxies, **options):
     """Puts a proxy before the process that is called."""
 
@@ -264,10 +213,10 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
     """2 MiB at 1 MiB/s: several times as long as a link may be silent, or a pull may take.
 
     On a clock that bytes move: once both ends have heard some, the time that these have taken has
-    passed.
+    passed. Each is a sign of progress, long before the array is there.
     """
     monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    ends = []
+    ends, signs_s = [], []
 
     def passed(num_bytes):
         channels = [channel for end in ends for channel in end._peer_of]
@@ -283,6 +232,7 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
         heartbeat_timeout_s=0.4,
         pull_timeout_s=0.3,
         streams=1,
+        each=({}, {"advance": lambda: signs_s.append(clock.now_s)}),
     )
     source, target = ends
     source.offer(KEYS[0], array(5))
@@ -290,6 +240,7 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
     start_s = clock.now_s
     np.testing.assert_array_equal(target.fetch(KEYS[0]), np.full(SHAPE, 5))
     assert clock.now_s - start_s > 1
+    assert np.diff([start_s, *signs_s, clock.now_s]).max() < 0.3
 
 
 def test_a_process_that_lives_but_gives_nothing_is_given_up(pair, clock):

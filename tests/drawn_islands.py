@@ -1,0 +1,39 @@
+"""Unlike islands side by side on the devices here, with random weights."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from holmesjax.checkpoints.restoring import flatten
+from holmesjax.runtime.chunk import ChunkState
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
+
+CUTS = [((2, 2), 1, 1), ((4,), 2, 1), ((1, 3), 1, (1, 2))]  # of each island: unlike ones
+
+
+def islands_of(cuts):
+    """The chunks of islands side by side on the devices here."""
+    start, found = 0, {}
+    for k, (split, data, tensor) in enumerate(cuts):
+        plan = hand_made_plan(split, data, tensor)
+        moved = tuple(
+            dataclasses.replace(stage, devices=tuple(start + device for device in stage.devices))
+            for stage in plan.stages
+        )
+        start += sum(len(stage.devices) for stage in moved)
+        chunks = make_chunks(make_model(), dataclasses.replace(plan, stages=moved))
+        found[k] = [dataclasses.replace(chunk, island=k) for chunk in chunks]
+    return found
+
+
+def states_of(chunks, random):
+    """States with random weights, and nothing else."""
+    shapes = [chunk.state_shapes.params for chunk in chunks]
+    draw = lambda x: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
+    return [ChunkState(jax.tree.map(draw, own), {}, {}) for own in shapes]
+
+
+def numbers(states, what):
+    trees = [flatten(what(state)) for state in states]
+    return {name: np.asarray(x) for tree in trees for name, x in tree.items()}
