@@ -76,6 +76,8 @@ def residual_bytes(
     share = implementation.kept_products if policy == "dots" else 1.0
     whole = kept.input.whole + share * kept.products.whole
     results = kept.products.cut + implementation.keeps_activation * kept.activation.cut
+    if kind.exchange is not None:
+        results = results - (np.asarray(stage.expert) > 1) * kind.exchange.kept.cut
     cut = kept.input.cut + share * results
     if policy == "dots":
         whole, cut = whole + kept.summed.whole, cut + kept.summed.cut
