@@ -14,7 +14,7 @@ from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
-from holmesjax.costs.parameters import held_parameters, layer_parameters
+from holmesjax.costs.parameters import held_parameters, layer_parameters, stage_extents
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
@@ -30,6 +30,7 @@ PER_PARAMETER = (
     "replicas",
     "gradients",
     "gathered",
+    "waiting",
     "reduction",
     "orthogonalized",
 )
@@ -124,6 +125,8 @@ def stage_memory_bytes(
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      of several parts: parameters and whole gradients of a layer's backward, beside
                       its temporaries: `_gathered_bytes`
+        waiting       of a backward that is split, where devices share experts: the experts' whole
+                      gradients, which a B has beside that of the tokens, until their W
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
                       sent and summed, as far as there is no room yet where activations were, and
                       replicas of a whole step in one program
@@ -171,6 +174,9 @@ def stage_memory_bytes(
     if np.any(is_cut := parts > 1):
         needed = _gathered_bytes(model, stage, implementation, items["logits"])
         items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
+    if stage.splits_backward and np.any(shares_experts := np.asarray(stage.expert) > 1):
+        own = stage_extents(model, stage.counts).trained_experts.in_parts(stage.tensor)
+        items["waiting"] = shares_experts * stage.in_flight * 4.0 * own / stage.expert
     if np.any(is_summed := stage.data > 1):
         needed = 4.0 * trained * (1 + 1 / shards)
         room = _room_of_reduction(stage, items, freed)
@@ -240,8 +246,13 @@ def _temporary_bytes(
     """
     width = DTYPE_BYTES[stage.dtype]
     twice = 1 + (stage.tensor > 1)
+    whole, cut = 1.0 * kind.needed.whole, 1.0 * kind.needed.cut
+    if kind.exchange is not None:
+        shares = np.asarray(stage.expert) > 1
+        needed = kind.exchange.needed
+        whole, cut = whole + shares * needed.whole, cut + shares * needed.cut
     per_token = (
-        width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
+        width * (cut / stage.tensor + twice * whole)
         + residual_bytes(model, kind, stage, implementation, "none")
         - residual_bytes(model, kind, stage, implementation, policy)
     )

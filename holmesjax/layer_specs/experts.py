@@ -55,6 +55,7 @@ def expert_block(model: ModelConfig) -> Kind:
     rows = experts.active * SLOTS_PER_CHOICE  # that an exchange sends
     slots = experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE)
     ds, fs, dr = round(d * slots), round(f * slots), round(d * rows)
+    fr = round(f * rows * SLOTS_PER_CHOICE)  # in the slots of the rows that come
     parameters = [own for own in whole.parameters if shared or not _is_of_mlp(own)]
     products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
@@ -84,15 +85,13 @@ def expert_block(model: ModelConfig) -> Kind:
             activation=PerToken(0, kept.activation.cut + fs),
             summed=PerToken(d if shared and is_normed else 0),
         ),
-        needed=PerToken(
-            whole.needed.whole + 2 * ds, whole.needed.cut + (gates + 1) * fs
-        ),
+        needed=PerToken(whole.needed.whole + 2 * ds, whole.needed.cut + (gates + 1) * fs),
         collectives=(*whole.collectives, *_collectives(model)),
         exchange=Exchange(
             moved=PerToken(4 * dr),
             again=PerToken(2 * (dr + ds), (gates + 1) * fs),
             kept=PerToken(0, gates * fs),
-            needed=PerToken(3 * dr + 2 * d, gates * fs),
+            needed=PerToken(3 * dr + 2 * d, (2 * gates + 1) * fr - (gates + 1) * fs),
             is_read=is_normed,
         ),
         losses=_losses(experts),

@@ -228,7 +228,8 @@ class Exchange:
     moved: PerToken = NONE  # by a forward besides, into rows that are sent and out of them
     again: PerToken = NONE  # moved by a backward besides, as it computes again
     kept: PerToken = NONE  # the part of `Kept.products` that is not kept
-    needed: PerToken = NONE  # by a backward besides: the rows that are sent and have come
+    # By a backward besides: rows that are sent and have come, and what experts compute again.
+    needed: PerToken = NONE
     # Whether a backward reads the results of experts, and with full checkpointing sends tokens
     # once more to have them.
     is_read: bool = False
