@@ -23,6 +23,7 @@ from holmesjax.costs.parameters import (
     held_parameters,
     reduced_numbers,
     stage_extents,
+    uncut_numbers,
 )
 from holmesjax.costs.products import (
     attention_products,
@@ -404,6 +405,7 @@ def _fsdp_s(
     """Seconds of a microbatch for parameters and gradients over `fsdp`: forward, backward.
 
     Each layer has one collective of the mean size over each axis. Experts stay cut over `expert`.
+    The gradients of parameters that are whole are reduced, and their sums gathered.
 
     Args:
       model, stage: what is computed.
@@ -425,7 +427,7 @@ def _fsdp_s(
     of_experts = DTYPE_BYTES[stage.dtype] * own.of_experts.in_parts(stage.tensor)
     forward_s, backward_s = (gather_s(size, of_experts) for size in gathered_bytes(model, stage))
     width, trained = implementation.gradient_bytes, own.trained_experts.in_parts(stage.tensor)
-    reduced = width * reduced_numbers(model, stage)
+    reduced = width * (reduced_numbers(model, stage) + uncut_numbers(model, stage))
     return forward_s, backward_s + gather_s(reduced, width * trained)
 
 

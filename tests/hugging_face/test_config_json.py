@@ -113,6 +113,13 @@ def test_a_family_that_would_read_back_no_model_at_all_is_refused():
             refuse()
 
 
+def test_biases_that_a_family_does_not_have_are_refused_by_the_setting_that_makes_them():
+    model = model_of("mixtral")
+    model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, bias_rate=0.1))
+    with pytest.raises(ConfigError, match=r"model\.experts\.bias_rate: has no meaning"):
+        config_json_export.write(model, "mixtral", "float32")
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
     values = config_of(family) | {"an_unknown_key": [1]}
