@@ -171,7 +171,7 @@ def write(
         entries[name] = {"dtype": dtypes(name), "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % ALIGNMENT)
-    num_bytes, of_pieces = 0, iter(pieces)
+    num_bytes, of_pieces = 0, (piece for piece in pieces if piece.size)
     with open(path, "xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, shape in shapes.items():
