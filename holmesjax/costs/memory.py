@@ -76,7 +76,7 @@ def residual_bytes(
         return width * (kept.input.whole / cuts + kept.input.cut / stage.tensor)
     share = implementation.kept_products if policy == "dots" else 1.0
     whole = kept.input.whole + share * kept.products.whole
-    results = kept.products.cut + implementation.keeps_activation * kept.activation.cut
+    results: Numbers = kept.products.cut + implementation.keeps_activation * kept.activation.cut
     if kind.exchange is not None:
         results = results - (np.asarray(stage.expert) > 1) * kind.exchange.kept.cut
     cut = kept.input.cut + share * results
@@ -246,7 +246,8 @@ def _temporary_bytes(
     """
     width = DTYPE_BYTES[stage.dtype]
     twice = 1 + (stage.tensor > 1)
-    whole, cut = 1.0 * kind.needed.whole, 1.0 * kind.needed.cut
+    whole: Numbers = kind.needed.whole
+    cut: Numbers = kind.needed.cut
     if kind.exchange is not None:
         shares = np.asarray(stage.expert) > 1
         needed = kind.exchange.needed
