@@ -174,9 +174,8 @@ def stage_memory_bytes(
     if np.any(is_cut := parts > 1):
         needed = _gathered_bytes(model, stage, implementation, items["logits"])
         items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
-    if stage.splits_backward and np.any(shares_experts := np.asarray(stage.expert) > 1):
-        own = stage_extents(model, stage.counts).trained_experts.in_parts(stage.tensor)
-        items["waiting"] = shares_experts * stage.in_flight * 4.0 * own / stage.expert
+    if stage.splits_backward and np.any(stage.expert > 1):
+        items["waiting"] = _waiting_bytes(model, stage)
     if np.any(is_summed := stage.data > 1):
         needed = 4.0 * trained * (1 + 1 / shards)
         room = _room_of_reduction(stage, items, freed)
@@ -185,6 +184,12 @@ def stage_memory_bytes(
         needed = _orthogonalizing_bytes(matrices, stage.parameter_parts * stage.tensor * shards)
         items["orthogonalized"] = np.maximum(0.0, needed - freed)
     return items
+
+
+def _waiting_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
+    """Bytes of the gradients of experts that devices share, from a B to its W."""
+    own = stage_extents(model, stage.counts).trained_experts.in_parts(stage.tensor)
+    return (np.asarray(stage.expert) > 1) * stage.in_flight * 4.0 * own / stage.expert
 
 
 def _room_of_reduction(stage: StageShape, items: Mapping[str, Numbers], freed: Numbers) -> Numbers:

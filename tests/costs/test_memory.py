@@ -113,7 +113,7 @@ def test_residuals_of_experts_are_those_that_jax_keeps(expert, factor, norms, po
 
 
 def test_whole_gradients_of_shared_experts_wait_between_the_parts_of_a_backward():
-    """Of a stage whose experts are cut over `expert`, and not over `fsdp`."""
+    """They are cut over `expert`, and not over `fsdp`."""
     experts = ExpertsConfig(count=8, active=2, width=96)
     model = ModelConfig(
         **SMALL, activation="swiglu", norm="rms_norm", pattern=("expert_block",), experts=experts

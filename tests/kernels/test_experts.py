@@ -124,7 +124,7 @@ def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity,
 
 @pytest.mark.parametrize("name, products", [("one device", 9), ("an expert each", 11)])
 def test_devices_that_share_experts_multiply_again_before_the_activation(name, products):
-    """Of three products, a backward has six gradients."""
+    """A backward has six gradients of three products."""
     found = compiled(None, MESHES[name]).as_text()
     assert sum(" dot(" in line for line in found.splitlines()) == products
 
