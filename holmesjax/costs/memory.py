@@ -125,8 +125,7 @@ def stage_memory_bytes(
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      of several parts: parameters and whole gradients of a layer's backward, beside
                       its temporaries: `_gathered_bytes`
-        waiting       of a backward that is split, where devices share experts: the experts' whole
-                      gradients, which a B has beside that of the tokens, until their W
+        waiting       the gradients of experts that devices share, from a B to its W
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
                       sent and summed, as far as there is no room yet where activations were, and
                       replicas of a whole step in one program
@@ -187,7 +186,7 @@ def stage_memory_bytes(
 
 
 def _waiting_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
-    """Bytes of the gradients of experts that devices share, from a B to its W."""
+    """Bytes of the gradients of experts that devices share: a B makes them whole, in float32."""
     own = stage_extents(model, stage.counts).trained_experts.in_parts(stage.tensor)
     return (np.asarray(stage.expert) > 1) * stage.in_flight * 4.0 * own / stage.expert
 

@@ -219,7 +219,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What changes in numbers per token where devices share the experts of a layer.
+    """Changes in numbers per token where devices share the experts of a layer.
 
     Tokens go to the devices of their experts and back. A backward keeps none of what experts have
     computed: it sends the tokens again, and gives the gradients of all experts' weights at once.
