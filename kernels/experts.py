@@ -20,6 +20,10 @@ from jax.lax import optimization_barrier as materialize
 from kernels.attention.shards import Shards, on_shards
 from kernels.linear import ACTIVATIONS
 
+# Names of what `jax.checkpoint` policies may keep.
+ROUTES = "routes"  # choices: computed again in 16 bits, a score could lead a token elsewhere
+RESULTS = "experts"  # the sum over a token's choices
+
 MAX_ROWS = 256  # of a block
 BLOCKS_EACH = 4  # blocks of an expert with the mean load: a quarter of its slots may be empty
 
@@ -55,6 +59,34 @@ def largest(scores_BLE: jax.Array, k: int, shards: Shards | None = None) -> jax.
     """
     choose = lambda scores: jax.lax.top_k(scores, k)[1].astype(jnp.int32)
     return on_shards(choose, shards, ("BLe",), "BLk")(jax.lax.stop_gradient(scores_BLE))
+
+
+@jax.custom_vjp
+def chosen(scores_BLE: jax.Array, choice_BLk: jax.Array) -> jax.Array:
+    """The scores of choices, [B, L, k]. What is kept are the choices alone.
+
+    It is a sum with zeros: XLA would gather what devices share to index it.
+    """
+    is_chosen_BLkE = _is_chosen(choice_BLk, scores_BLE.shape[-1])
+    return jnp.sum(jnp.where(is_chosen_BLkE, scores_BLE[:, :, None], 0.0), -1)
+
+
+def _is_chosen(choice_BLk: jax.Array, num_experts: int) -> jax.Array:
+    return choice_BLk[..., None] == jnp.arange(num_experts)[None, None, None]
+
+
+def _chosen_forward(scores_BLE: jax.Array, choice_BLk: jax.Array) -> tuple:
+    # Only the number of experts is read of the zeros.
+    return chosen(scores_BLE, choice_BLk), (choice_BLk, jnp.zeros(scores_BLE.shape[-1:]))
+
+
+def _chosen_backward(saved: tuple, dweight_BLk: jax.Array) -> tuple:
+    choice_BLk, zero_E = saved
+    is_chosen_BLkE = _is_chosen(choice_BLk, len(zero_E))
+    return jnp.sum(jnp.where(is_chosen_BLkE, dweight_BLk[..., None], 0.0), 2), None
+
+
+chosen.defvjp(_chosen_forward, _chosen_backward)
 
 
 def block_rows(num_choices: int, num_experts: int) -> int:

@@ -173,10 +173,15 @@ def width_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
     sizes = {name: getattr(parallel, name) or 1 for name in ("fsdp", "context", "expert")}
     cuts = {name: size for name, size in sizes.items() if size > 1}
     parts, product = _product(cuts)
-    if model.width % parts:
-        names = " or ".join(f"parallel.{name}" for name in cuts)
-        fix = f"use {multiples(model.width, parts)}, or change {names}"
-        yield wrong("model.width", f"must be a multiple of {product}", model.width, fix)
+    widths: dict[str, int | None] = {"model.width": model.width}
+    if (latents := model.latent_attention) is not None:
+        for name in ("rank", "query_rank"):
+            widths[f"model.latent_attention.{name}"] = getattr(latents, name)
+    for where, width in widths.items():
+        if width is not None and width % parts:
+            names = " or ".join(f"parallel.{name}" for name in cuts)
+            fix = f"use {multiples(width, parts)}, or change {names}"
+            yield wrong(where, f"must be a multiple of {product}", width, fix)
 
 
 def context_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:

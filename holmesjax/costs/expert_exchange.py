@@ -113,15 +113,21 @@ def exchange_s(
 ) -> tuple[Numbers, Numbers]:
     """Seconds of a microbatch for exchanges of tokens over `expert`: forward, backward.
 
-    None of them is taken to be hidden. A backward reads no result of experts, so that also with
-    `full` checkpointing no exchange of a forward runs again.
+    None of them is taken to be hidden. With `full` checkpointing the exchange of a forward runs
+    again where a norm reads the results of experts.
     """
-    count = sum(count for count, kind in stage.kinds(model) if has_experts(kind))
-    if not count or model.experts is None:
+    of_policies = [item for item in stage.policies(model) if has_experts(item[1])]
+    if not of_policies or model.experts is None:
         return 0.0, 0.0
-    number = count * rounds(model.experts, stage_tokens(model, stage), stage.expert)
+    count = sum(count for count, _, _ in of_policies)
+    again = sum(
+        count
+        for count, kind, policy in of_policies
+        if policy == "full" and kind.exchange is not None and kind.exchange.is_read
+    )
+    number = rounds(model.experts, stage_tokens(model, stage), stage.expert)
     forward_s, backward_s = (
         number * sum(collective_times.all_to_all_s(size, expert) for size in sizes)
         for sizes in exchanged_bytes(model, stage)
     )
-    return forward_s, backward_s
+    return count * forward_s, count * backward_s + again * forward_s

@@ -14,7 +14,7 @@ from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
-from holmesjax.costs.parameters import held_parameters, layer_parameters
+from holmesjax.costs.parameters import held_parameters, layer_parameters, stage_extents
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
@@ -30,6 +30,7 @@ PER_PARAMETER = (
     "replicas",
     "gradients",
     "gathered",
+    "waiting",
     "reduction",
     "orthogonalized",
 )
@@ -75,7 +76,9 @@ def residual_bytes(
         return width * (kept.input.whole / cuts + kept.input.cut / stage.tensor)
     share = implementation.kept_products if policy == "dots" else 1.0
     whole = kept.input.whole + share * kept.products.whole
-    results = kept.products.cut + implementation.keeps_activation * kept.activation.cut
+    results: Numbers = kept.products.cut + implementation.keeps_activation * kept.activation.cut
+    if kind.exchange is not None:
+        results = results - (np.asarray(stage.expert) > 1) * kind.exchange.kept.cut
     cut = kept.input.cut + share * results
     if policy == "dots":
         whole, cut = whole + kept.summed.whole, cut + kept.summed.cut
@@ -122,6 +125,7 @@ def stage_memory_bytes(
         boundaries    c T D * 2 ways * BUFFERS, for each neighbour; two when interleaved
         gathered      of several parts: parameters and whole gradients of a layer's backward, beside
                       its temporaries: `_gathered_bytes`
+        waiting       the gradients of experts that devices share, from a B to its W
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
                       sent and summed, as far as there is no room yet where activations were, and
                       replicas of a whole step in one program
@@ -169,6 +173,8 @@ def stage_memory_bytes(
     if np.any(is_cut := parts > 1):
         needed = _gathered_bytes(model, stage, implementation, items["logits"])
         items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
+    if stage.splits_backward and np.any(stage.expert > 1):
+        items["waiting"] = _waiting_bytes(model, stage)
     if np.any(is_summed := stage.data > 1):
         needed = 4.0 * trained * (1 + 1 / shards)
         room = _room_of_reduction(stage, items, freed)
@@ -177,6 +183,12 @@ def stage_memory_bytes(
         needed = _orthogonalizing_bytes(matrices, stage.parameter_parts * stage.tensor * shards)
         items["orthogonalized"] = np.maximum(0.0, needed - freed)
     return items
+
+
+def _waiting_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
+    """Bytes of the gradients of experts that devices share: a B makes them whole, in float32."""
+    own = stage_extents(model, stage.counts).trained_experts.in_parts(stage.tensor)
+    return (np.asarray(stage.expert) > 1) * stage.in_flight * 4.0 * own / stage.expert
 
 
 def _room_of_reduction(stage: StageShape, items: Mapping[str, Numbers], freed: Numbers) -> Numbers:
@@ -238,8 +250,14 @@ def _temporary_bytes(
     """
     width = DTYPE_BYTES[stage.dtype]
     twice = 1 + (stage.tensor > 1)
+    whole: Numbers = kind.needed.whole
+    cut: Numbers = kind.needed.cut
+    if kind.exchange is not None:
+        shares = np.asarray(stage.expert) > 1
+        needed = kind.exchange.needed
+        whole, cut = whole + shares * needed.whole, cut + shares * needed.cut
     per_token = (
-        width * (kind.needed.cut / stage.tensor + twice * kind.needed.whole)
+        width * (cut / stage.tensor + twice * whole)
         + residual_bytes(model, kind, stage, implementation, "none")
         - residual_bytes(model, kind, stage, implementation, policy)
     )

@@ -293,6 +293,16 @@ def reduced_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     return numbers + stage_tokens(model, stage) * own.row_numbers
 
 
+def uncut_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
+    """The part of `reduced_numbers` of parameters that are whole on all devices of `fsdp`.
+
+    Their gradients are summed on all of these devices, which sends twice as much.
+    """
+    own = stage_extents(model, stage.counts)
+    rows = own.rows_alone.out_of_parts(stage.tensor)
+    return own.trained.out_of_parts(stage.tensor) - rows
+
+
 def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Numbers]:
     """Parameters that a layer of each kind of the stage reads, on each of its devices."""
     own = zip(stage.counts, _layer_extents(model), strict=True)

@@ -4,6 +4,7 @@ FLOP count a multiplication and an addition as two, of matrix products only: nor
 softmax are left out, as in published model FLOP utilisations.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holmesjax.config import Checkpointing, ModelConfig
@@ -50,6 +51,18 @@ def layer_products(
         )
 
     return [of(product) for product in kind.products]
+
+
+def experts_products(kind: Kind, products: Sequence[Product]) -> list[Product]:
+    """Returns those of a layer's products whose weights are of experts, in their order.
+
+    Args:
+      kind: of the layer.
+      products: its `layer_products`.
+    """
+    of_experts = {parameter.name for parameter in kind.parameters if parameter.is_of_experts}
+    pairs = zip(products, kind.products, strict=True)
+    return [product for product, stated in pairs if stated.weight in of_experts]
 
 
 def trained_products(

@@ -40,6 +40,7 @@ class StageShape:
     chunks: int  # runs of consecutive layers that it holds
     in_flight: float  # microbatches that wait: `pipeline_schedules.max_in_flight`
     head_in_flight: float  # of them, those whose forward has run through the head
+    splits_backward: bool = False  # whether gradients of weights are put off
     dtype: str  # of the matrix products
     param_dtype: str = "float32"  # of the parameters that are kept and updated
     checkpointing: Checkpointing

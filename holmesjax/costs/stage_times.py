@@ -23,9 +23,11 @@ from holmesjax.costs.parameters import (
     held_parameters,
     reduced_numbers,
     stage_extents,
+    uncut_numbers,
 )
 from holmesjax.costs.products import (
     attention_products,
+    experts_products,
     layer_products,
     mixed_products,
     orthogonalizing_products,
@@ -137,7 +139,9 @@ class _LayerSeconds(NamedTuple):
 
     forward_s: float
     backward_s: float  # with what is computed again
-    weight_s: float  # of the backward: the products that make the gradients of weights
+    # Of the backward: the products that make the gradients of weights, as far as they can be put
+    # off. Those of experts that devices share cannot.
+    weight_s: float
 
 
 class _SecondsByStage(NamedTuple):
@@ -165,6 +169,9 @@ def _layer_seconds(
     attention = attention_products(kind, length, num_tokens, stage.tensor, stage.context)
     cuts = work.stream_cuts(kind, length, stage, implementation)
     whole, cut = work.layer_numbers(kind, stage.tensor, cuts)
+    exchange = kind.exchange if stage.expert > 1 else None
+    if exchange is not None:
+        whole, cut = whole + exchange.moved.whole, cut + exchange.moved.cut / stage.tensor
     heads = kind.attention.heads if kind.attention else 0
     pairs = num_tokens * length * heads / stage.tensor
     products_s = device.products_s([*products, *mixed], stage.dtype)
@@ -182,6 +189,15 @@ def _layer_seconds(
     backward_s += pass_s.backward
     backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
     calls = 2
+    if exchange is not None:
+        of_experts = experts_products(kind, products)
+        put_off = [product.gradients[1] for product in of_experts]
+        weight_s -= device.products_s(put_off, stage.dtype)
+        again = exchange.again.whole + exchange.again.cut / stage.tensor
+        backward_s += device.products_s(of_experts[:-1], stage.dtype)
+        backward_s += float(device.between_s(num_tokens * again * DTYPE_BYTES[stage.dtype]))
+        if stage.checkpointing == "full" and not exchange.is_read:
+            backward_s -= device.products_s(of_experts, stage.dtype)
     if stage.checkpointing == "full":
         backward_s += forward_s
         calls = 3
@@ -389,6 +405,7 @@ def _fsdp_s(
     """Seconds of a microbatch for parameters and gradients over `fsdp`: forward, backward.
 
     Each layer has one collective of the mean size over each axis. Experts stay cut over `expert`.
+    The gradients of parameters that are whole are reduced, and their sums gathered.
 
     Args:
       model, stage: what is computed.
@@ -410,7 +427,7 @@ def _fsdp_s(
     of_experts = DTYPE_BYTES[stage.dtype] * own.of_experts.in_parts(stage.tensor)
     forward_s, backward_s = (gather_s(size, of_experts) for size in gathered_bytes(model, stage))
     width, trained = implementation.gradient_bytes, own.trained_experts.in_parts(stage.tensor)
-    reduced = width * reduced_numbers(model, stage)
+    reduced = width * (reduced_numbers(model, stage) + uncut_numbers(model, stage))
     return forward_s, backward_s + gather_s(reduced, width * trained)
 
 
@@ -465,6 +482,9 @@ def stage_times(
 
     Over `context`, each layer's keys and values go round a ring (Liu et al., arXiv:2310.01889), and
     in the backward again, with their gradients in float32.
+
+    Devices of `expert` compute the products of their experts in the backward again, but the last
+    ones, with any checkpointing. With `full` they compute all of them only where a norm reads them.
 
     `weight_s` is the part of a backward with one product for each weight, the embedding's rows and
     the sums of gradients. Attention scores have no weight: both products of their backward belong

@@ -53,11 +53,12 @@ def write(model: ModelConfig, family: str, dtype: str) -> Json:
     if family != "gpt2":
         values |= _windows(model, family) | _rotary(model, family)
     read = ConfigJson(where=CONFIG, family=family, values=values)
-    _refuse_other_model(read, whole, family)
+    bias_rate = model.experts.bias_rate if model.experts and not model.experts.biased else 0.0
+    _refuse_other_model(read, whole, family, bias_rate)
     return values
 
 
-def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
+def _refuse_other_model(read: ConfigJson, whole: Json, family: str, bias_rate: float) -> None:
     """Raises ConfigError unless a config.json means the model for which it was written."""
     problem = f"has no meaning in the config.json of a {family}"
     fix = "export it as another family, or use a model that has the settings of one"
@@ -69,6 +70,10 @@ def _refuse_other_model(read: ConfigJson, whole: Json, family: str) -> None:
         raise ConfigError("the model", problem, found=found, fix=fix) from None
     for name, value in whole.items():
         if value != back.get(name):
+            if name == "experts.biased" and bias_rate:  # of biases that steps make
+                where = "model.experts.bias_rate"
+                fix = f"use 0: experts of a {family} have no biases"
+                raise ConfigError(where, problem, found=bias_rate, fix=fix)
             found = f"{value}, which reads back as {back.get(name)}"
             raise ConfigError(f"model.{name}", problem, found=found, fix=fix)
 

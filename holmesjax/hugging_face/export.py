@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from holmesjax.hugging_face import (
 )
 from holmesjax.hugging_face.config_json import CONFIG, ConfigJson, Json
 from holmesjax.hugging_face.safetensors_file import DTYPES
-from holmesjax.hugging_face.tensors import Place, places, shapes_of
+from holmesjax.hugging_face.tensors import WIDE, Place, places, shapes_of
 
 DTYPE_OF = {"float32": "F32", "bfloat16": "BF16"}  # names of settings -> names of the format
 MODE = 0o755  # of the folder, as `mkdir` gives it
@@ -134,10 +134,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def _write_weights(
     whole: Path, config: Json, model: ModelConfig, layers: Iterable[Layer], max_bytes: int
 ) -> list[str]:
-    dtype = DTYPE_OF[config["dtype"]]
+    dtypes = lambda name: "F32" if name.endswith(WIDE) else DTYPE_OF[config["dtype"]]
+    itemsize = lambda name: DTYPES[dtypes(name)].itemsize
     its_places = places(model, config["model_type"])
     shapes: Shapes = shapes_of(its_places)
-    files = shards(shapes, DTYPES[dtype].itemsize, max_bytes)
+    files = shards(shapes, itemsize, max_bytes)
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     stream = _tensors(its_places, layers)
 
@@ -151,15 +152,16 @@ def _write_weights(
                 yield from rows
             else:
                 large = {tensor: shapes[tensor]}
-                safetensors_file.write(whole / weight_map[tensor], dtype, large, rows)
+                safetensors_file.write(whole / weight_map[tensor], dtypes, large, rows)
 
     for name in dict.fromkeys(weight_map[tensor] for tensor in shapes):
         if not (whole / name).exists():
-            safetensors_file.write(whole / name, dtype, files[name], rows_of(name))
+            safetensors_file.write(whole / name, dtypes, files[name], rows_of(name))
     assert next(stream, None) is None, "a layer has other tensors than its places say"
     if len(files) > 1:
-        num = sum(int(np.prod(shape)) for shape in shapes.values())
-        metadata = {"total_parameters": num, "total_size": num * DTYPES[dtype].itemsize}
+        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        num_bytes = sum(itemsize(name) * size for name, size in sizes.items())
+        metadata = {"total_parameters": sum(sizes.values()), "total_size": num_bytes}
         write_json(whole / folder.INDEX, {"metadata": metadata, "weight_map": weight_map})
     return list(files)
 
@@ -178,12 +180,12 @@ def _tensors(
         values.clear()  # before the next layer is read
 
 
-def shards(shapes: Shapes, itemsize: int, max_bytes: int) -> dict[str, Shapes]:
+def shards(shapes: Shapes, itemsize: Callable[[str], int], max_bytes: int) -> dict[str, Shapes]:
     """The tensors of each file, as huggingface_hub shares them out: as many as the limit allows.
 
     A tensor above the limit has a file of its own, and the one that is being filled goes on.
 
-    >>> shards({"a": (2,), "b": (9,), "c": (3,), "d": (1,)}, 1, 5)
+    >>> shards({"a": (2,), "b": (9,), "c": (3,), "d": (1,)}, lambda name: 1, 5)
     {'model-00001-of-00003.safetensors': {'b': (9,)}, \
 'model-00002-of-00003.safetensors': {'a': (2,), 'c': (3,)}, \
 'model-00003-of-00003.safetensors': {'d': (1,)}}
@@ -192,7 +194,7 @@ def shards(shapes: Shapes, itemsize: int, max_bytes: int) -> dict[str, Shapes]:
     filling: Shapes = {}
     num_bytes = 0
     for name, shape in shapes.items():
-        size = itemsize * int(np.prod(shape))
+        size = itemsize(name) * int(np.prod(shape))
         if size > max_bytes:
             groups.append({name: shape})
             continue

@@ -70,7 +70,7 @@ def write(
         for place in places_of_layer
     }
     with whole_folder(out) as whole:
-        safetensors_file.write(whole / WEIGHTS, "F32", shapes, _rows(places, layers))
+        safetensors_file.write(whole / WEIGHTS, lambda _: "F32", shapes, _rows(places, layers))
         write_json(whole / CONFIG, _config(model, places, family, base))
 
 

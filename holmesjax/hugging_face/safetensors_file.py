@@ -11,7 +11,7 @@ count as memory that the process holds.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,29 +150,38 @@ def _wrong_entry(entry: Any) -> str:
 
 
 def write(
-    path: Path, dtype: str, shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[np.ndarray]
+    path: Path,
+    dtypes: Callable[[str], str],
+    shapes: Mapping[str, tuple[int, ...]],
+    pieces: Iterable[np.ndarray],
 ) -> None:
-    """Writes a file of tensors of one dtype; readable by all, and on the disk at the end.
+    """Writes a file of tensors; readable by all, and on the disk at the end.
 
     Args:
       path: the file, which must not be there.
-      dtype: of `DTYPES`.
+      dtypes: that of a tensor, of `DTYPES`, by its name.
       shapes: of each tensor, in order.
-      pieces: the data of all tensors in this order, in pieces of any shape; cast to the dtype.
+      pieces: the data of all tensors in this order, in pieces of any shape, each of one tensor;
+        cast to its dtype.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + DTYPES[dtype].itemsize * math.prod(shape)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start, end = end, end + DTYPES[dtypes(name)].itemsize * math.prod(shape)
+        entries[name] = {"dtype": dtypes(name), "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % ALIGNMENT)
-    num_bytes = 0
+    num_bytes, of_pieces = 0, (piece for piece in pieces if piece.size)
     with open(path, "xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for piece in pieces:
-            row_major = np.ascontiguousarray(piece.astype(DTYPES[dtype], copy=False)).reshape(-1)
-            num_bytes += file.write(row_major.view(np.uint8).data)
+        for name, shape in shapes.items():
+            dtype, left = DTYPES[dtypes(name)], math.prod(shape)
+            while left:
+                piece = next(of_pieces)
+                row_major = np.ascontiguousarray(piece.astype(dtype, copy=False)).reshape(-1)
+                num_bytes += file.write(row_major.view(np.uint8).data)
+                left -= piece.size
+        assert next(of_pieces, None) is None, f"{path}: more pieces than tensors"
         os.fchmod(file.fileno(), 0o644)
         file.flush()
         os.fsync(file.fileno())

@@ -73,14 +73,17 @@ QWEN3_MOE: Table = {
     "up_EDF": ("mlp.experts.{}.up_proj.weight", ("F", "D")),
     "down_EFD": ("mlp.experts.{}.down_proj.weight", ("D", "F")),
 }
+# Latents are cut in the place of the model width, whose letter they have (`latent_attention`).
 DEEPSEEK: Table = {
     "query_DQ": ("self_attn.q_a_proj.weight", ("Q", "D")),
-    "query_norm/scale_Q": ("self_attn.q_a_layernorm.weight", ("Q",)),
-    "query_QHK": ("self_attn.q_b_proj.weight", ("HK", "Q")),
+    "query_norm/scale_Q": ("self_attn.q_a_layernorm.weight", ("D",)),
+    "query_QHK": ("self_attn.q_b_proj.weight", ("HK", "D")),
     "latent_DJ": ("self_attn.kv_a_proj_with_mqa.weight", ("J", "D")),
-    "latent_norm/scale_C": ("self_attn.kv_a_layernorm.weight", ("C",)),
-    "key_value_CHX": ("self_attn.kv_b_proj.weight", ("HX", "C")),
+    "latent_norm/scale_C": ("self_attn.kv_a_layernorm.weight", ("D",)),
+    "key_value_CHX": ("self_attn.kv_b_proj.weight", ("HX", "D")),
 }
+# Ends of names of tensors that are in float32 in every folder, as in those that are published.
+WIDE = ("e_score_correction_bias",)
 # Of layers with experts. The feed-forward is the one that all tokens pass there.
 DEEPSEEK_EXPERTS: Table = {
     "router/bias_E": ("mlp.gate.e_score_correction_bias", ("E",)),

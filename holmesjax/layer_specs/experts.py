@@ -3,13 +3,13 @@
 E  experts of a layer; other dims are those of `transformer`
 """
 
-import math
 from dataclasses import replace
 
 from holmesjax.config import EXPERT_BLOCK, ExpertsConfig, ModelConfig
 from holmesjax.layer_specs import transformer
 from holmesjax.layer_specs.kind import (
     Constant,
+    Exchange,
     Kept,
     Kind,
     LayerCollective,
@@ -44,17 +44,22 @@ def expert_block(model: ModelConfig) -> Kind:
 
     A token's numbers are copied into a slot for each of its experts, and the results are read
     again: 4 D for each choice. The slots that stay empty are counted as if they were full. Logits
-    and scores of the router are in float32, two numbers of a 16-bit dtype each.
+    and scores of the router are in float32 and choices in int32, two numbers of a 16-bit dtype
+    each. With any checkpointing the choices are kept.
     """
     experts = model.experts
     assert experts is not None, "the checks of settings hold this"
     shared = experts.shared_width
     whole = transformer.block_spec(replace(model, mlp_width=shared or 1))
     d, f, gates = model.width, expert_width(model), 2 if model.is_gated else 1
-    slots = math.ceil(experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE))
+    rows = experts.active * SLOTS_PER_CHOICE  # that an exchange sends
+    slots = experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE)
+    ds, fs, dr = round(d * slots), round(f * slots), round(d * rows)
+    fr = round(f * rows * SLOTS_PER_CHOICE)  # in the slots of the rows that come
     parameters = [own for own in whole.parameters if shared or not _is_of_mlp(own)]
     products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
+    is_normed = model.norms in ("after", "both")
     return replace(
         whole,
         name=EXPERT_BLOCK,
@@ -70,19 +75,25 @@ def expert_block(model: ModelConfig) -> Kind:
             WeightProduct(f, d, "depth", times=experts.count, weight="down_EFD"),
         ),
         moved=PerToken(
-            whole.moved.whole + 4 * d * slots + 12 * experts.count,
-            whole.moved.cut + (gates + 1) * f * slots,
+            whole.moved.whole + 4 * ds + 12 * experts.count,
+            whole.moved.cut + (gates + 1) * fs,
         ),
         kept=Kept(
-            input=kept.input,
-            products=PerToken(kept.products.whole, kept.products.cut + gates * f * slots),
+            input=PerToken(kept.input.whole + 2 * experts.active),
+            products=PerToken(kept.products.whole, kept.products.cut + gates * fs),
             between=PerToken(kept.between.whole + 8 * experts.count, kept.between.cut),
-            activation=PerToken(0, kept.activation.cut + f * slots),
+            activation=PerToken(0, kept.activation.cut + fs),
+            summed=PerToken(d if shared and is_normed else 0),
         ),
-        needed=PerToken(
-            whole.needed.whole + 2 * d * slots, whole.needed.cut + (gates + 1) * f * slots
-        ),
+        needed=PerToken(whole.needed.whole + 2 * ds, whole.needed.cut + (gates + 1) * fs),
         collectives=(*whole.collectives, *_collectives(model)),
+        exchange=Exchange(
+            moved=PerToken(4 * dr),
+            again=PerToken(2 * (dr + ds), (gates + 1) * fs),
+            kept=PerToken(0, gates * fs),
+            needed=PerToken(3 * dr + 2 * d, (2 * gates + 1) * fr - (gates + 1) * fs),
+            is_read=is_normed,
+        ),
         losses=_losses(experts),
         metrics=("expert_peak_load", "idle_experts"),
         change="holmesjax.models.experts:changed",

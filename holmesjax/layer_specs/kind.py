@@ -201,9 +201,9 @@ NONE = PerToken()
 class Kept:
     """Numbers per token that a backward needs of its forward, besides those of attention.
 
-    Full checkpointing keeps the input of a layer, and computes the rest again. The policy `dots`
-    keeps the input, the results of products and attention's. Without checkpointing all of it is
-    kept but `activation`.
+    Full checkpointing keeps `input`, that of a layer, and computes the rest again. The policy
+    `dots` keeps the input, the results of products and attention's. Without checkpointing all of it
+    is kept but `activation`.
     """
 
     input: PerToken = NONE
@@ -215,6 +215,24 @@ class Kept:
     activation: PerToken = NONE
     # Of all these, what is kept as codes of fp8, a byte each, where nothing is computed again.
     codes: PerToken = NONE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """Changes in numbers per token where devices share the experts of a layer.
+
+    Tokens go to the devices of their experts and back. A backward keeps none of what experts have
+    computed: it sends the tokens again, and gives the gradients of all experts' weights at once.
+    """
+
+    moved: PerToken = NONE  # by a forward besides, into rows that are sent and out of them
+    again: PerToken = NONE  # moved by a backward besides, as it computes again
+    kept: PerToken = NONE  # the part of `Kept.products` that is not kept
+    # By a backward besides: rows that are sent and have come, and what experts compute again.
+    needed: PerToken = NONE
+    # Whether a backward reads the results of experts, and with full checkpointing sends tokens
+    # once more to have them.
+    is_read: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +263,7 @@ class Kind:
     kept: Kept = Kept()
     needed: PerToken = NONE  # by a backward besides what is kept: its temporaries
     collectives: tuple[LayerCollective, ...] = ()
+    exchange: Exchange | None = None  # of a layer with experts, where devices share them
     logits: int = 0  # for each token, of which the loss is computed
     # Sums over tokens that the layer returns besides: losses, with their weight in the step's loss,
     # and metrics. Their sums over all layers are reported under these names.

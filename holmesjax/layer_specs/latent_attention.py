@@ -7,9 +7,10 @@ X  width of a head's keys that do not turn, and of its values
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from holmesjax.config import LatentAttentionConfig, ModelConfig
-from holmesjax.layer_specs.kind import Attention, Constant, Parameter, WeightProduct
+from holmesjax.layer_specs.kind import PARTS_DIM, Attention, Constant, Parameter, WeightProduct
 
 Matrix = Callable[..., Parameter]
 
@@ -50,19 +51,21 @@ def parameters(model: ModelConfig, matrix: Matrix, added_std: float) -> tuple[Pa
     own, d, h, k = settings_of(model), model.width, model.num_heads, model.head_width
     x = k - own.rotary_width + value_width(model)
     one = Constant(0.0 if model.zero_centered_norms else 1.0)
-    norm = lambda name, size: Parameter(name=name, shape=(size,), initial=one)
+    # Without the model width, the latents are cut in its place.
+    cut = lambda own: replace(own, dims=PARTS_DIM + own.dims[1:])
+    norm = lambda name, size: cut(Parameter(name=name, shape=(size,), initial=one))
     queries = [matrix("query_DHK", d, h, k)]
     if own.query_rank is not None:
         queries = [
             matrix("query_DQ", d, own.query_rank),
             norm("query_norm/scale_Q", own.query_rank),
-            matrix("query_QHK", own.query_rank, h, k),
+            cut(matrix("query_QHK", own.query_rank, h, k)),
         ]
     return (
         *queries,
         matrix("latent_DJ", d, own.rank + own.rotary_width),
         norm("latent_norm/scale_C", own.rank),
-        matrix("key_value_CHX", own.rank, h, x),
+        cut(matrix("key_value_CHX", own.rank, h, x)),
         matrix("out_HKD", h, value_width(model), d, std=added_std),
     )
 

@@ -20,11 +20,11 @@ def _keeps(primitive: Any, *arrays: Any, **parameters: Any) -> Any:
 
 _products_and_names = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_saveable,
-    jax.checkpoint_policies.save_only_these_names(ops.SAVED),
+    jax.checkpoint_policies.save_only_these_names(ops.SAVED, ops.ROUTES, ops.RESULTS),
 )
 POLICIES = {
     "dots": _keeps,
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "full": jax.checkpoint_policies.save_only_these_names(ops.ROUTES),
 }
 
 

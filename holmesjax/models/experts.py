@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from holmesjax.config import ExpertsConfig
 from holmesjax.errors import ConfigError
@@ -61,11 +62,10 @@ def experts(
         of_steps_E = settings.bias_rate * router["steps_E"]
         bias_E = of_steps_E if bias_E is None else bias_E + of_steps_E
     scores_BLE = _scores(logits_BLE, settings)
-    choice_BLk = ops.largest(
-        _for_choice(scores_BLE, bias_E, settings), settings.active, kernels.shards
-    )
-    is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
-    weight_BLk = jnp.sum(jnp.where(is_chosen, scores_BLE[:, :, None], 0.0), -1)
+    for_choice_BLE = _for_choice(scores_BLE, bias_E, settings)
+    choice_BLk = ops.largest(for_choice_BLE, settings.active, kernels.shards)
+    choice_BLk = checkpoint_name(choice_BLk, ops.ROUTES)
+    weight_BLk = ops.chosen(scores_BLE, choice_BLk)
     if settings.normalized and settings.active > 1:
         weight_BLk = weight_BLk / (weight_BLk.sum(-1, keepdims=True) + 1e-20)
     names = ("gate_EDF", "up_EDF") if "gate_EDF" in params else ("up_EDF",)
@@ -79,6 +79,8 @@ def experts(
         capacity=capacity,
         shards=kernels.shards,
     )
+    y_BLD = checkpoint_name(y_BLD, ops.RESULTS)
+    is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
     count_E = jnp.sum(is_chosen, (0, 1, 2), dtype=jnp.float32)
     return y_BLD, _auxiliary(logits_BLE, scores_BLE, count_E, router["count_E"], context)
 

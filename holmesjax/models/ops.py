@@ -52,7 +52,7 @@ from kernels.attention.tiles import Rule
 from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
 from kernels.expert_exchange import experts_feed_forward
-from kernels.experts import capacity_rows, largest, router_logits
+from kernels.experts import RESULTS, ROUTES, capacity_rows, chosen, largest, router_logits
 from kernels.fp8 import (
     Coded,
     coded,
@@ -89,6 +89,8 @@ from kernels.sequence_cut import SequenceCut, gathered, scattered
 __all__ = [
     "CUDNN_PRIMITIVE",
     "DEFAULT",
+    "RESULTS",
+    "ROUTES",
     "SAVED",
     "UNCHECKED",
     "AttentionChoice",
@@ -109,6 +111,7 @@ __all__ = [
     "changed_if",
     "choose_attention",
     "choose_optimizer",
+    "chosen",
     "coded",
     "contract",
     "cross_entropy",

@@ -21,7 +21,7 @@ import numpy as np
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import ScheduleKind, schedule_kinds
 from holmesjax.planner.problem import Problem, Segment
-from holmesjax.planner.stage_layouts import InFlight, MeshShape, Role, StepSettings, meshes
+from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, meshes
 
 MOST_POOLS = 6  # of which all sets are tried in every order; of more, two orders of all
 NONE = -1e9  # the capacity of what is not possible; sums of it stay below zero
@@ -186,7 +186,7 @@ class _PoolOfStages:
             for place in range(self.most)
         ]
         depths: Any = np.array([at_place.all for at_place in in_flight])
-        held = InFlight(all=depths, head=in_flight[0].head, chunks=kind.chunks)
+        held = in_flight[0]._replace(all=depths)
         usable_bytes = problem.usable_bytes(self.pool)
         capacities = np.full((len(self.meshes), self.most), NONE)
         for layer_kind, load in enumerate(problem.ranges.loads):

@@ -347,7 +347,7 @@ class Problem:
         v = order.chunks
         if v == 1:
             most = order.bound(stage)
-            return InFlight(all=most, head=most)
+            return InFlight(all=most, head=most, splits_backward=order.splits_backward)
         key = order, stage, layers
         if key not in self._in_flight:
             tasks = self.simulator(order)[1][stage]
@@ -355,6 +355,7 @@ class Problem:
                 all=max_in_flight(tasks, [n / layers for n in split_chunks(layers, v)]),
                 head=max_in_flight(tasks, [0] * (v - 1) + [1]),
                 chunks=v,
+                splits_backward=order.splits_backward,
             )
         return self._in_flight[key]
 

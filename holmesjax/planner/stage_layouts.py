@@ -95,6 +95,7 @@ class InFlight(NamedTuple):
     all: float
     head: float
     chunks: int = 1
+    splits_backward: bool = False  # whether gradients of weights are put off
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

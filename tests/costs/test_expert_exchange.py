@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
-from holmesjax.config import ExpertsConfig
+from holmesjax.config import ExpertsConfig, ModelConfig
+from holmesjax.costs import expert_exchange
 from holmesjax.costs.collective_times import Group, Groups, all_to_all_s
-from holmesjax.costs.expert_exchange import LOAD_VARIATION, peak_load, rounds
-from holmesjax.topology.machines import Link
+from holmesjax.costs.expert_exchange import LOAD_VARIATION, exchange_s, peak_load, rounds
+from holmesjax.costs.stage_times import stage_times
+from holmesjax.topology.machines import DeviceKind, Link
 from kernels.expert_slots import slots_of_each
+from tests.shapes import shape_of
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,45 @@ def test_an_exchange_between_nodes_shares_their_links():
     assert found == pytest.approx([1e9 * 7 / 8 / 200e9, 4 * 1e9 / 2 / 50e9])
     both = all_to_all_s(1e9, Groups.of([None, near, far]))
     np.testing.assert_allclose(both, [0.0, all_to_all_s(1e9, near), all_to_all_s(1e9, far)])
+
+
+@pytest.mark.parametrize(
+    "checkpointing, norms, products, exchanges",
+    [
+        ("none", "before", 2, 0),  # those before the activation again
+        ("dots", "both", 2, 0),
+        ("full", "before", 2 - 3, 0),  # the others no more: nothing reads their results
+        ("full", "both", 2, 1),
+    ],
+)
+def test_what_devices_that_share_experts_compute_and_send_again(
+    monkeypatch, checkpointing, norms, products, exchanges
+):
+    """In products of one layer's experts with their tokens, and in exchanges of a forward."""
+    monkeypatch.setattr(expert_exchange, "LOAD_VARIATION", 1e-9)
+    experts = ExpertsConfig(count=4, active=2, width=24)
+    sizes = {"num_layers": 1, "width": 32, "num_heads": 4, "context_length": 16, "norms": norms}
+    form = {"norm": "rms_norm", "activation": "swiglu", "pattern": ("expert_block",)}
+    model = ModelConfig(**sizes, **form, experts=experts)
+    link = Link(fabric="nvlink", bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    device = DeviceKind(
+        name="toy",
+        peak_flop_per_s={"float32": 1.0},
+        memory_bytes=1e9,
+        memory_bandwidth_bytes_per_s=1e30,
+        link=link,
+    )
+    pair = Group(size=2, nodes=1, inside=link, between=None)
+    stage = lambda axis: shape_of(1, **{axis: 2}, checkpointing=checkpointing)
+    alone, shared = (
+        stage_times(model, stage(axis), [device], None, None, **{axis: pair})
+        for axis in ("fsdp", "expert")
+    )
+    one_s = 2 * 16 * 2 * (2 * 32 * 24) / 0.5  # of two sequences; a product reaches half the peak
+    more = lambda name: getattr(shared, name) - getattr(alone, name)
+    assert more("forward_s") == pytest.approx(0.0, abs=1e-6 * one_s)
+    assert more("backward_s") == pytest.approx(products * one_s)
+    assert more("weight_s") == pytest.approx(-3 * one_s)
+    once_s, back_s = exchange_s(model, shape_of(1, expert=2), pair)
+    assert shared.forward_exchange_s == once_s
+    assert shared.backward_exchange_s == pytest.approx(back_s + exchanges * once_s)

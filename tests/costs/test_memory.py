@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from holmesjax.config import Fp8Config, ModelConfig
+from holmesjax.config import ExpertsConfig, Fp8Config, ModelConfig
 from holmesjax.costs import memory
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.fp8 import weights_by_input
@@ -17,9 +17,12 @@ from holmesjax.models import ops
 from holmesjax.models.activation_checkpointing import POLICIES
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.parallel import sharding
+from holmesjax.runtime import microbatch
 from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.microbatch import Residuals
+from holmesjax.runtime.program_shapes import batch_shapes, replica_shapes
 from holmesjax.runtime.programs import ProgramKey
+from holmesjax.runtime.split_backward import split_backward
 from tests.hand_made_plans import SMOOTH, VARIANTS, hand_made_plan, make_chunks, make_model
 from tests.shapes import shape_of
 
@@ -83,6 +86,58 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
     # Statistics of norms and tables of angles are left out: 4% at this size, in bfloat16.
     predicted = num_tokens * memory.residual_bytes(model, kind, stage)
     assert predicted == pytest.approx(num_bytes, rel=0.04)
+
+
+@pytest.mark.parametrize("policy", ["none", "dots", "full"])
+@pytest.mark.parametrize("norms", ["before", "both"])
+@pytest.mark.parametrize("factor", [None, 1.0])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_residuals_of_experts_are_those_that_jax_keeps(expert, factor, norms, policy):
+    """Devices that share experts keep nothing of what experts have computed."""
+    experts = ExpertsConfig(count=8, active=2, width=96, capacity_factor=factor)
+    sizes = SMALL | {"activation": "swiglu", "norm": "rms_norm", "norms": norms}
+    model = ModelConfig(**sizes, pattern=("expert_block",), experts=experts)
+    cuts = {"fsdp": 2 // expert, "expert": expert}
+    plan = hand_made_plan((1, 1), 1, 1, **cuts, checkpointing=policy)
+    chunk, _ = make_chunks(model, plan, dtype="bfloat16")
+    run = lambda fixed, params, batch: microbatch.forward(chunk, fixed, params, None, batch)[-1]
+    of_stage = chunk.state_shapes.fixed, replica_shapes(chunk), batch_shapes(chunk)
+    arrays = jax.eval_shape(run, *of_stage).arrays
+    num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
+    [kind] = kinds(model).blocks
+    stage = dataclasses.replace(SHAPE, **cuts, dtype="bfloat16", checkpointing=policy)
+    num_tokens = chunk.microbatch_size * model.context_length
+    # A block of experts has 8 rows here: slots are 29% more than choices.
+    predicted = num_tokens * memory.residual_bytes(model, kind, stage)
+    assert predicted == pytest.approx(num_bytes, rel=0.04)
+
+
+def test_whole_gradients_of_shared_experts_wait_between_the_parts_of_a_backward():
+    """They are cut over `expert`, and not over `fsdp`."""
+    experts = ExpertsConfig(count=8, active=2, width=96)
+    model = ModelConfig(
+        **SMALL, activation="swiglu", norm="rms_norm", pattern=("expert_block",), experts=experts
+    )
+    cuts = {"fsdp": 2, "expert": 2}
+    plan = hand_made_plan((1, 1), 1, 1, **cuts, schedule="zero_bubble", microbatches=2)
+    chunk, _ = make_chunks(model, plan)
+    run = lambda fixed, params, batch: microbatch.forward(chunk, fixed, params, None, batch)
+    of_stage = chunk.state_shapes.fixed, replica_shapes(chunk), batch_shapes(chunk)
+    x_BLD, _, saved = jax.eval_shape(run, *of_stage)
+
+    def first(*own):
+        halves = split_backward(partial(microbatch.replica_gradients, chunk), *own)
+        return microbatch.stack(chunk, halves.first(*jax.tree.leaves(own))[1])
+
+    cotangents = x_BLD, None  # no auxiliary losses
+    given = *of_stage[:2], saved, *cotangents
+    passed = jax.eval_shape(microbatch.on_replicas(chunk, first), *given)
+    of_experts = [x for x in passed if x.shape[-3:] in {(8, 64, 96), (8, 96, 64)}]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in of_experts) / 4  # on a device
+    stage = shape_of(1, **cuts, is_last=False, in_flight=3, splits_backward=True)
+    assert memory.stage_memory_bytes(model, stage)["waiting"] == 3 * num_bytes > 0
+    whole = dataclasses.replace(stage, expert=1)
+    assert memory.stage_memory_bytes(model, whole).get("waiting", 0) == 0
 
 
 def test_a_stage_worked_by_hand():

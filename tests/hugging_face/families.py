@@ -10,7 +10,7 @@ import numpy as np
 from holmesjax.config import ModelConfig
 from holmesjax.hugging_face import config_json
 from holmesjax.hugging_face.safetensors_file import DTYPES
-from holmesjax.hugging_face.tensors import places, shapes_of
+from holmesjax.hugging_face.tensors import WIDE, places, shapes_of
 
 # All products of sizes differ, so that no wrong reshape has the right shape.
 D, H, G, K, F, V, P = 40, 4, 2, 16, 48, 96, 64
@@ -125,7 +125,7 @@ def tensors_of(family: str, model: ModelConfig, dtype: str = "F32") -> dict[str,
         values = np.random.default_rng(seed).standard_normal(shape) * 0.2
         is_scale = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
         values += is_scale and not family.startswith("gemma")
-        found[name] = values.astype(DTYPES[dtype])
+        found[name] = values.astype(DTYPES["F32" if name.endswith(WIDE) else dtype])
     return found
 
 

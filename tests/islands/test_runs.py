@@ -112,18 +112,17 @@ def go_on_with_others(folder):
     The pipeline begins with the weights of a meeting, and with the mean of the moments.
     """
     islands = arrays_of(folder, 3)
-    one = trainer(folder, **{"train.steps": 4, "checkpoint.every": 1})
-    one.start()
-    for name, x in flatten(one.params).items():
-        own = [islands[f"island_{k}.params.{name}"] for k in (0, 1)]
-        outer = islands[f"params.{name}"], islands[f"outer.momentum.{name}"]
-        wide = [array.astype(np.float64) for array in outer]
-        np.testing.assert_allclose(x, diloco(OuterConfig(), own, *wide)[0], rtol=0, atol=1e-6)
-    for name, x in flatten(one.opt_state).items():
-        own = [islands[f"island_{k}.opt_state.{name}"] for k in (0, 1)]
-        mean = own[0] if own[0].dtype == np.int32 else np.mean(own, axis=0, dtype=np.float64)
-        np.testing.assert_allclose(x, mean, rtol=1e-6)
-    one.run()
+    with trainer(folder, **{"train.steps": 4, "checkpoint.every": 1}) as one:  # or a failure hangs
+        for name, x in flatten(one.params).items():
+            own = [islands[f"island_{k}.params.{name}"] for k in (0, 1)]
+            outer = islands[f"params.{name}"], islands[f"outer.momentum.{name}"]
+            wide = [array.astype(np.float64) for array in outer]
+            np.testing.assert_allclose(x, diloco(OuterConfig(), own, *wide)[0], rtol=0, atol=1e-6)
+        for name, x in flatten(one.opt_state).items():
+            own = [islands[f"island_{k}.opt_state.{name}"] for k in (0, 1)]
+            mean = own[0] if own[0].dtype == np.int32 else np.mean(own, axis=0, dtype=np.float64)
+            np.testing.assert_allclose(x, mean, rtol=1e-6)
+        one.run()
     said = one._stream.getvalue()
     for words in (
         "begin with the global weights, for which they meet once more",

@@ -25,6 +25,9 @@ def random_choices():
     return np.array([[RNG.permutation(E)[:K] for _ in range(L)] for _ in range(B)])
 
 
+ARRAYS = jax.tree.map(np.float32, (X_BLD, WEIGHT_BLK, W_IN, W_OUT, DY_BLD))
+
+
 # The choices of all tokens. Blocks have 8 rows: no expert below has a multiple of them.
 CHOICES = {
     "random": random_choices(),
@@ -98,7 +101,7 @@ def compiled(capacity, shards):
         y, pullback = jax.vjp(of, x, weight, w_in, w_out)
         return y, pullback(dy)
 
-    return run
+    return run.lower(jnp.asarray(CHOICES["random"]), *ARRAYS).compile()
 
 
 @pytest.mark.parametrize("capacity", [None, 3])
@@ -110,14 +113,20 @@ def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity,
     assert is_in.all() == (capacity is None)
     wanted, gradients = by_tokens(choice_BLk, is_in)
 
-    arrays = jax.tree.map(np.float32, (X_BLD, WEIGHT_BLK, W_IN, W_OUT, DY_BLD))
-    y, got = compiled(capacity, shards)(jnp.asarray(choice_BLk), *arrays)
+    y, got = compiled(capacity, shards)(jnp.asarray(choice_BLk), *ARRAYS)
     for one, want in zip(
         jax.tree.leaves((y, got)), jax.tree.leaves((wanted, gradients)), strict=True
     ):
         np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-4)
     for e in set(range(E)) - set(choice_BLk[is_in].tolist()):
         assert not any(np.any(one[e]) for one in (*got[2], got[3])), f"expert {e} has no token"
+
+
+@pytest.mark.parametrize("name, products", [("one device", 9), ("an expert each", 11)])
+def test_devices_that_share_experts_multiply_again_before_the_activation(name, products):
+    """A backward has six gradients of three products."""
+    found = compiled(None, MESHES[name]).as_text()
+    assert sum(" dot(" in line for line in found.splitlines()) == products
 
 
 def test_a_router_multiplies_in_float32_what_is_in_bfloat16():

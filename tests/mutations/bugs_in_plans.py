@@ -12,6 +12,25 @@ PLANS = (
         tests=("tests/planner/test_recomputation.py",),
     ),
     Bug(
+        name="results-of-shared-experts-kept",
+        module="holmesjax.costs.memory",
+        old="results = results - (np.asarray(stage.expert) > 1) * kind.exchange.kept.cut",
+        new="results = results - 0 * kind.exchange.kept.cut",
+        wrong="a layer counts as keeping what its experts compute again in the backward",
+        tests=("tests/costs/test_memory.py::test_residuals_of_experts_are_those_that_jax_keeps",),
+    ),
+    Bug(
+        name="gradients-of-shared-experts-put-off",
+        module="holmesjax.costs.stage_times",
+        old="weight_s -= device.products_s(put_off, stage.dtype)",
+        new="weight_s -= 0.0 * device.products_s(put_off, stage.dtype)",
+        wrong="a split backward counts as putting off the gradients of experts that devices share",
+        tests=(
+            "tests/costs/test_expert_exchange.py::"
+            "test_what_devices_that_share_experts_compute_and_send_again",
+        ),
+    ),
+    Bug(
         name="fastest-transport",
         module="holmesjax.topology.machines",
         old="most = processes * min(map(self.transport_bytes_per_s, ends))",

@@ -87,6 +87,17 @@ TRAINING = (
         tests=("tests/runtime/test_expert_steps.py::test_no_plan_changes_a_step",),
     ),
     Bug(
+        name="routes-computed-again",
+        module="holmesjax.models.activation_checkpointing",
+        old='"full": jax.checkpoint_policies.save_only_these_names(ops.ROUTES),',
+        new='"full": jax.checkpoint_policies.nothing_saveable,',
+        wrong="a backward may send a token to other experts than its forward did",
+        tests=(
+            "tests/runtime/test_expert_steps.py::"
+            "test_a_backward_that_computes_again_leaves_each_token_with_its_experts",
+        ),
+    ),
+    Bug(
         name="balance-of-each-microbatch",
         module="holmesjax.models.experts",
         old="load_E = before_E / jnp.where(mean > 0, mean, 1.0)",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.memory_compiled import bytes_on_a_device
-from holmesjax.config import ExpertsConfig, Fp8Config
+from holmesjax.config import ExpertsConfig, Fp8Config, LatentAttentionConfig
 from holmesjax.costs import memory, work
 from holmesjax.costs.expert_exchange import exchanged_bytes
 from holmesjax.costs.parameters import (
@@ -177,6 +177,16 @@ def test_what_is_sent(row):
         check_step(chunk)
 
 
+def test_all_weights_of_latents_are_cut():
+    latents = LatentAttentionConfig(rank=12, query_rank=16, rotary_width=4, value_width=6)
+    changes = {"norm": "rms_norm", "activation": "swiglu", "mlp_width": 48, "head_dim": 12}
+    model = make_model(num_layers=2, **changes, latent_attention=latents)
+    chunk, _ = make_chunks(model, hand_made_plan((1, 1), 1, 1, fsdp=2, microbatches=2))
+    whole = sum(x.size for x in jax.tree.leaves(replica_shapes(chunk)))
+    assert bytes_on_a_device(replica_shapes(chunk)) == 4 * whole / 2
+    check_microbatch(compile_chunks([chunk])[0])
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "dots", "full"])
 def test_codes_of_fp8_are_gathered_as_they_are(checkpointing):
     """A byte a number, and in each program only the layouts that it reads."""
@@ -191,12 +201,14 @@ def test_codes_of_fp8_are_gathered_as_they_are(checkpointing):
         assert total["all-gather", (Axis.FSDP,)] == num_bytes
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing):
+@pytest.mark.parametrize(
+    "checkpointing, norms", [("none", "before"), ("full", "before"), ("full", "after")]
+)
+def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing, norms):
     """An exchange is in a loop, of which each round sends as much."""
     experts = ExpertsConfig(count=4, active=2, width=24)
     changes = {"norm": "rms_norm", "activation": "swiglu", "pattern": ("expert_block",)}
-    model = make_model(num_layers=2, **changes, experts=experts)
+    model = make_model(num_layers=2, **changes, norms=norms, experts=experts)
     cuts = {"fsdp": 2, "expert": 2, "microbatches": 2}
     plan = hand_made_plan((1, 1), 1, 1, **cuts, checkpointing=checkpointing)
     chunk, _ = make_chunks(model, plan)
@@ -208,7 +220,8 @@ def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing):
     both, reduced = (Axis.FSDP, Axis.EXPERT), reduced_numbers(model, shape)
     for i, name in enumerate(("forward", "backward")):
         total = total_sent([programs[name]], chunk.mesh)
-        assert total["all-to-all", (Axis.EXPERT,)] == sum(exchanged[i])
+        again = sum(exchanged[0]) if (i, checkpointing, norms) == (1, "full", "after") else 0
+        assert total["all-to-all", (Axis.EXPERT,)] == sum(exchanged[i]) + again
         assert total["all-gather", both] == 4 * (gathered[i] - numbers)
         assert total["all-gather", (Axis.FSDP,)] == 4 * numbers / 2
     assert total["all-reduce", (Axis.FSDP,)] == 4 * numbers / 2
