@@ -14,7 +14,12 @@ from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
-from holmesjax.costs.parameters import held_parameters, layer_parameters, stage_extents
+from holmesjax.costs.parameters import (
+    held_parameters,
+    layer_parameters,
+    stage_extents,
+    unsent_numbers,
+)
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
@@ -298,6 +303,10 @@ def _gathered_bytes(
     sizes = _kind_parameters(model, stage)
     for _, kind, policy in stage.policies(model):
         num_parameters = sizes[kind]
+        if kind.place == "first":
+            ends = stage.is_first, stage.is_last
+            unsent = unsent_numbers(model, ends, stage_tokens(model, stage), stage.tensor)
+            num_parameters = num_parameters - unsent
         needed = (width + gradients[kind.place]) * num_parameters
         needed = needed + _temporary_bytes(model, kind, stage, implementation, policy)
         if kind.place == "last":

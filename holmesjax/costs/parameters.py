@@ -8,6 +8,8 @@ All of it derives from what the kinds of a model's layers state (`layer_specs.ki
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from holmesjax.config import TABLE, ModelConfig
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
@@ -134,6 +136,7 @@ class StageExtents(NamedTuple):
     trained: Extent
     copies: tuple[Parameter, ...]  # of what its layers borrow from layers of other stages
     unread: Extent  # by a backward that computes nothing again
+    tables: Extent  # of which only rows are read
     rows_alone: Extent  # trained tables of which only rows are read
     row_numbers: int  # of a token's rows of trained tables
     coded: Extent  # that replicas hold as codes
@@ -161,6 +164,7 @@ def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
         trained=Extent.total([total("trained"), Extent.of(c for c in copies if c.trains)]),
         copies=copies,
         unread=Extent.total([total("unread"), alone]),
+        tables=alone,
         rows_alone=total("trained_rows").without(Extent.of(p for p in read_whole if p.trains)),
         row_numbers=sum(n * row_numbers(kind, trains=True) for n, kind, _ in own),
         coded=total("coded"),
@@ -247,8 +251,9 @@ def held_parameters(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Num
 def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, Sizes]:
     """Parameters that a device gathers over `fsdp` in a forward, and in a backward.
 
-    A forward reads all. A backward does not read a table whose rows were looked up, unless it is
-    the output projection too, nor the bias of a norm that is not computed again.
+    A forward reads all but `unsent_numbers`. A backward does not read a table whose rows were
+    looked up, unless it is the output projection too, nor the bias of a norm that is not computed
+    again. Here 4 of 16 rows are sent:
 
     >>> model = ModelConfig(
     ...     num_layers=1, width=8, num_heads=2, context_length=4, vocab_size=16, norm="rms_norm")
@@ -256,15 +261,17 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, S
     ...                   sequences=1, chunks=1, in_flight=1, head_in_flight=1, dtype="float32",
     ...                   checkpointing="none")
     >>> forward, backward = gathered_parameters(model, both)
-    >>> forward == stage_parameters(model, both), forward - backward == 16 * 8
-    (True, True)
+    >>> [int(n) for n in (stage_parameters(model, both) - forward, forward - backward)]
+    [96, 32]
     """
     own = stage_extents(model, stage.counts)
     # Layers that compute again read what their forward reads.
     read_again = stage_extents(model, (0, *stage.again, 0)).unread
     numbers = own.all.in_parts(stage.tensor)
     unread = own.unread.in_parts(stage.tensor) - read_again.in_parts(stage.tensor)
-    return numbers, numbers - unread
+    ends = stage.is_first, stage.is_last
+    unsent = unsent_numbers(model, ends, stage_tokens(model, stage), stage.tensor)
+    return numbers - unsent, numbers - unread
 
 
 def gathered_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
@@ -301,6 +308,28 @@ def uncut_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
     own = stage_extents(model, stage.counts)
     rows = own.rows_alone.out_of_parts(stage.tensor)
     return own.trained.out_of_parts(stage.tensor) - rows
+
+
+def unsent_numbers(
+    model: ModelConfig, ends: tuple[bool, bool], num_tokens: Numbers, tensor: Sizes
+) -> Numbers:
+    """Numbers of the embedding's tables that a device does not gather, as it gets rows instead.
+
+    Each device looks up its part of the rows of all tokens of the replica, and they are then cut
+    along tokens: T D numbers come in place of V D, where that is less. A table that the head
+    multiplies with on the same stage is gathered for it.
+
+    Args:
+      ends: whether the stage has the embedding, and the head.
+      num_tokens: on each device.
+    """
+    is_first, is_last = ends
+    if not is_first:
+        return 0
+    blocks = (0,) * len(kinds(model).blocks)
+    own = stage_extents(model, (1, *blocks, int(is_last)))
+    rows = num_tokens * row_numbers(kinds(model).embed)
+    return np.maximum(own.tables.in_parts(tensor) - rows, 0)
 
 
 def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Numbers]:

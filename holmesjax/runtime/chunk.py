@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import KernelsConfig, ModelConfig
 from holmesjax.costs import work
+from holmesjax.costs.parameters import unsent_numbers
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.layer_specs.kind import BatchArray, Kind, Parameter
 from holmesjax.layer_specs.model_layers import EMBED, auxiliary_names, import_object, layers
@@ -246,6 +247,17 @@ class Chunk:
     def num_parts(self) -> int:
         """Devices over which the parameters of a replica are cut, besides `tensor`."""
         return sharding.num_parts(self.mesh.shape)
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether devices send the rows of tokens to each other, not the table that has them."""
+        if self.num_parts == 1:
+            return False
+        sequences = self.microbatch_size // self.num_replicas
+        num_tokens = sequences * self.model.context_length // self.num_parts
+        tensor = self.mesh.shape[Axis.TENSOR]
+        ends = self.is_first, self.is_last
+        return unsent_numbers(self.model, ends, num_tokens, tensor) > 0
 
     @property
     def sequence_parallel(self) -> bool:

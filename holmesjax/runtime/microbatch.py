@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -86,6 +86,10 @@ def apply(
     sequence_B = batch.get("sequence_B", jnp.zeros(()))
     of_tokens = {name: array for name, array in batch.items() if name != "sequence_B"}
     batch = {name: ops.to_parts(array, kernels) for name, array in of_tokens.items()}
+    token_BL = batch.get("token_BL")
+    if chunk.sends_rows:  # each device looks up its part of the rows of all tokens
+        where = NamedSharding(chunk.mesh, P())
+        token_BL = jax.lax.with_sharding_constraint(token_BL, where)
     x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
     sequences = chunk.microbatch_size // chunk.num_replicas
     position_L = ops.token_positions(sequences, chunk.model.context_length, kernels)
@@ -105,14 +109,15 @@ def apply(
             x_BLD = cut.parts(x_BLD)
         if later is not None and x_BLD is not None and _reduces_in_order(chunk):
             x_BLD, trained[later] = _reduced_first(x_BLD, trained[later])
+        sends_rows = chunk.sends_rows and kind.place == "first"
         own, of_own = _parameters(chunk, layer, params, fixed)
         differentiated, _ = _parameters(chunk, layer, trained, fixed)
         context = Context(
             model=chunk.model,
             kind=kind,
-            kernels=kernels,
+            kernels=replace(kernels, sequence_parallel=False) if sends_rows else kernels,
             position_L=learned_L if kind.place == "first" else position_L,
-            token_BL=batch["token_BL"] if kind.place == "first" and kind.reads is None else None,
+            token_BL=token_BL if kind.place == "first" and kind.reads is None else None,
             target_BL=batch["target_BL"] if kind.place == "last" and kind.reads is None else None,
             batch={array.name: batch[array.name] for array in kind.reads or ()},
             segment_BL=batch.get("segment_BL") if kind.place == "middle" else None,
@@ -135,6 +140,8 @@ def apply(
         if kind.place != "last" and chunk.has_statistics:
             name = layer_statistics.ACTIVATIONS + kind.name
             values[name] = values.get(name, 0.0) + layer_statistics.activation_square(x_BLD)
+        if sends_rows:  # cut along the width until here; XLA can change one dim at a time
+            x_BLD = ops.scattered(_on_replica(chunk, x_BLD), cut)
         if kind.place != "last":
             x_BLD = _on_replica(chunk, x_BLD) if cut is None else cut.parts(x_BLD)
     assert x_BLD is not None
@@ -158,21 +165,24 @@ def _function(chunk: Chunk, kind: Kind, statements: Tree, policy: str) -> Callab
     JAX traces, differentiates and lowers it once, however many layers call it. XLA puts it in the
     place of each call, so it compiles what it would compile without.
     """
-    run = _gathered(chunk, statements, function_of(kind), policy)
+    sends_rows = chunk.sends_rows and kind.place == "first"
+    run = _gathered(chunk, statements, function_of(kind), policy, sends_rows=sends_rows)
     if kind.place != "middle":
         return run
     # A backward is divided by its equations: there each layer has its own.
     return jax.jit(run, inline=chunk.plan.order.splits_backward)
 
 
-def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Callable:
+def _gathered(
+    chunk: Chunk, statements: Tree, run: Callable, policy: str, *, sends_rows: bool
+) -> Callable:
     """`run(params, *args)` as a function of (params, params, *args), each device with a part.
 
     The values are those of the first parameters, which are the arrays that residuals leave out, and
     the gradient is that of the second (`_reduced_first`). The function gathers the parameters, and
     gathers them again for its gradient: nothing of their size is kept in between. The gradient of
     the parameters is summed over the devices, and cut as the parameters are. Arrays that the policy
-    of checkpointing does not save are computed again.
+    of checkpointing does not save are computed again. With `sends_rows`, tables stay cut.
     """
     run = checkpointed(run, policy)
     if policy == "none" and chunk.num_parts == 1:
@@ -185,9 +195,16 @@ def _gathered(chunk: Chunk, statements: Tree, run: Callable, policy: str) -> Cal
 
     narrow, widen = cast(chunk.compute_dtype), cast("float32")
     constrain = functools.partial(_constrain, chunk, statements)
-    computed_spec = functools.partial(sharding.computed_spec, sizes=chunk.mesh.shape)
+
+    def shard_spec(parameter: Parameter) -> P:
+        return sharding.shard_spec(parameter.dims, chunk.mesh.shape)
+
+    def computed_spec(parameter: Parameter) -> P:
+        if sends_rows and parameter.use == "looked_up":
+            return shard_spec(parameter)
+        return sharding.computed_spec(parameter.dims, chunk.mesh.shape)
+
     gather = lambda params: widen(constrain(params, computed_spec))
-    shard_spec = functools.partial(sharding.shard_spec, sizes=chunk.mesh.shape)
 
     @jax.custom_vjp
     def gathered(params: Tree, _: Tree, *args: Any) -> Tree:
@@ -240,12 +257,14 @@ def _reduces_in_order(chunk: Chunk) -> bool:
     return chunk.num_parts > 1 or (computes_again and chunk.mesh.shape[Axis.TENSOR] > 1)
 
 
-def _constrain(chunk: Chunk, statements: Tree, params: Tree, spec: Callable[[str], P]) -> Tree:
+def _constrain(
+    chunk: Chunk, statements: Tree, params: Tree, spec: Callable[[Parameter], P]
+) -> Tree:
     if chunk.num_parts == 1:
         return params
 
     def constrain(parameter: Parameter, x: jax.Array) -> jax.Array:
-        where = NamedSharding(chunk.mesh, spec(parameter.dims))
+        where = NamedSharding(chunk.mesh, spec(parameter))
         return jax.lax.with_sharding_constraint(x, where)
 
     return jax.tree.map(constrain, statements, params)

@@ -106,6 +106,11 @@ def parameters_sent(chunk) -> tuple[int, int, int]:
     return forward, backward - head, reduced_numbers(model, shape) - head
 
 
+def rows_sent(chunk) -> int:
+    """Numbers of the embedding's rows, of the tokens of a microbatch on each device."""
+    return chunk.sends_rows * stage_tokens(chunk.model, shape_of(chunk)) * chunk.model.width
+
+
 def check_microbatch(programs):
     """A microbatch sends what the costs say.
 
@@ -129,7 +134,10 @@ def check_microbatch(programs):
         (backward, gathers[1], 2 * passed + moved),
     ):
         for total in totals:
-            assert total["all-gather", parts] == 4 * gathered
+            rows = rows_sent(chunk) if totals is forward else 0
+            assert total["all-gather", parts] == 4 * (gathered - rows)
+            # The rows go to the devices that hold their tokens.
+            assert total["all-to-all", parts] == 4 * rows or totals is backward
             permuted = [
                 total.pop(("collective-permute", axes), 0) for axes in ((Axis.CONTEXT,), ())
             ]
@@ -162,7 +170,8 @@ def check_whole_step(programs):
     """One program gathers again in its backward."""
     chunk, parts = programs.chunk, parameter_axes(programs.chunk.mesh)
     total = sent(programs["step"].as_text(), chunk.mesh)
-    assert total["all-gather", parts] == 4 * sum(parameters_sent(chunk)[:2])
+    gathered = sum(parameters_sent(chunk)[:2]) - rows_sent(chunk)
+    assert total["all-gather", parts] == 4 * gathered
 
 
 @pytest.mark.parametrize("row", PARAMETERS)
@@ -198,7 +207,8 @@ def test_codes_of_fp8_are_gathered_as_they_are(checkpointing):
     predicted = gathered_bytes(model, shape_of(chunk))
     for name, num_bytes in zip(("forward", "backward"), predicted, strict=True):
         total = total_sent([programs[name]], chunk.mesh)
-        assert total["all-gather", (Axis.FSDP,)] == num_bytes
+        rows = 4 * rows_sent(chunk) if name == "forward" else 0
+        assert total["all-gather", (Axis.FSDP,)] == num_bytes - rows
 
 
 @pytest.mark.parametrize(
@@ -222,7 +232,8 @@ def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing, norms)
         total = total_sent([programs[name]], chunk.mesh)
         again = sum(exchanged[0]) if (i, checkpointing, norms) == (1, "full", "after") else 0
         assert total["all-to-all", (Axis.EXPERT,)] == sum(exchanged[i]) + again
-        assert total["all-gather", both] == 4 * (gathered[i] - numbers)
+        rows = rows_sent(chunk) if name == "forward" else 0
+        assert total["all-gather", both] == 4 * (gathered[i] - numbers - rows)
         assert total["all-gather", (Axis.FSDP,)] == 4 * numbers / 2
     assert total["all-reduce", (Axis.FSDP,)] == 4 * numbers / 2
     reductions = ("all-reduce", "all-to-all")
