@@ -135,7 +135,7 @@ def _arrows(path: Path) -> list[Path]:
     """The files of rows. Raises DataError if one is missing."""
     try:
         said = json_text.read(path / STATE)
-        files = [path / own["filename"] for own in said["_data_files"]]
+        files = [path / entry["filename"] for entry in said["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(str(path / STATE), "list of files", error) from None
     for file in files:
@@ -254,7 +254,7 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
             return
         if is_list and types.is_integer(kind.value_type):
             return
-    found = ", ".join(f"{own.name}: {own.type}" for own in schema)
+    found = ", ".join(f"{field.name}: {field.type}" for field in schema)
     problem = f"has no column `{column}` of text, or of lists of integers"
     raise DataError(where, problem, found=found, fix="name another by --column")
 

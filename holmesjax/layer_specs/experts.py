@@ -52,7 +52,9 @@ def expert_block(model: ModelConfig) -> Kind:
     whole = transformer.block_spec(replace(model, mlp_width=shared or 1))
     d, f, gates = model.width, expert_width(model), 2 if model.is_gated else 1
     slots = math.ceil(experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE))
-    parameters = [own for own in whole.parameters if shared or not _is_of_mlp(own)]
+    parameters = [
+        parameter for parameter in whole.parameters if shared or not _is_of_mlp(parameter)
+    ]
     products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
     return replace(

@@ -59,8 +59,8 @@ def outer_step(
       momentum: of the meeting before; zeros at first.
     """
     mean = island_weights[0]
-    for own in island_weights[1:]:
-        mean = mean + own
+    for of_island in island_weights[1:]:
+        mean = mean + of_island
     mean = mean / len(island_weights)
     difference = weights - mean
     after = outer.momentum * momentum + difference
@@ -90,4 +90,4 @@ def meeting_bytes(sizes: Mapping[str, int], num_islands: int) -> list[int]:
     """
     owner, everything = owners(sizes, num_islands), sum(sizes.values())
     owned = [sum(n for name, n in sizes.items() if owner[name] == k) for k in range(num_islands)]
-    return [4 * (everything - own + own * (num_islands - 1)) for own in owned]
+    return [4 * (everything - num_owned + num_owned * (num_islands - 1)) for num_owned in owned]

@@ -114,7 +114,7 @@ def describe_run(explanation: Explanation | IslandsExplanation) -> list[str]:
     lines.append(
         "  for equal tokens; islands train otherwise: their loss grows with parallel.every"
     )
-    for number, own in enumerate(explanation.islands):
+    for number, of_island in enumerate(explanation.islands):
         lines.append(f"island {number}: {', '.join(explanation.clusters[number])}")
-        lines += [f"  {line}" for line in describe(own)]
+        lines += [f"  {line}" for line in describe(of_island)]
     return lines
