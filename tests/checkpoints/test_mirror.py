@@ -167,7 +167,7 @@ def test_the_last_that_wrote_says_what_the_run_is(machine):
             act()
     start(first, url, epoch=3)
     assert (first / "skipped.json").read_text() == "of b"
-    assert [found.step for found in manifest.find(first)] == [2, 1]
+    assert [checkpoint.step for checkpoint in manifest.find(first)] == [2, 1]
 
 
 def test_what_the_run_folder_has_not_kept_goes(machine):
@@ -243,7 +243,7 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     assert "warning: no checkpoint after step 2: no answer" in said.getvalue()
     assert "; the next is tried in " in said.getvalue()
     assert Mirror(url).steps() == [4, 6]
-    assert [found.step for found in manifest.find(folder)] == [6, 4]
+    assert [checkpoint.step for checkpoint in manifest.find(folder)] == [6, 4]
     shutil.rmtree(folder)  # another machine
     Mirror(url).withdraw(6)  # as if killed before
     Mirror(url).put(committed.RECORD, b'{"step": 4}')

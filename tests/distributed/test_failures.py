@@ -417,7 +417,7 @@ def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path,
     [told] = [line for line in job.lines if "no checkpoint after step 4: " in line]
     assert "File exists" in told
     assert "Traceback" not in job.output
-    assert [found.step for found in manifest.find(tmp_path / "run")] == [8]  # it went on
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path / "run")] == [8]  # it went on
     assert_hung(tmp_path, job, 1, "a/a-1 (stage 0, process 1)", HANGS_IN)
     losses = losses_of(tmp_path)  # of a step whose end is seen with that of the next, not yet
     assert losses == undisturbed(HANGS_IN - 2)[: len(losses)] != []

@@ -24,7 +24,7 @@ CLUSTERS = dict.fromkeys("abcd", (1,))
 def saved(run_dir, step):
     """The digests of all arrays of a checkpoint."""
     arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
-    return {name: own["digest"] for name, own in arrays.items()}
+    return {name: facts["digest"] for name, facts in arrays.items()}
 
 
 def assert_same_runs(one, other):
@@ -34,7 +34,9 @@ def assert_same_runs(one, other):
     ours, theirs = (list(metrics.read(folder)) for folder in (one, other))
     assert [x.get("val_loss") for x in ours] == [x.get("val_loss") for x in theirs]
     for name in ("loss", "grad_norm", "learning_rate"):
-        np.testing.assert_allclose(*([x[name] for x in own] for own in (ours, theirs)), rtol=3e-7)
+        np.testing.assert_allclose(
+            *([x[name] for x in records] for records in (ours, theirs)), rtol=3e-7
+        )
     assert [x["link_bytes"] for x in ours] == [x["link_bytes"] for x in theirs]
     assert ours[3]["link_bytes"].keys() > ours[2]["link_bytes"].keys()
 

@@ -49,7 +49,7 @@ def trainer(folder, **more):
 def saved(run_dir, step=5):
     """The digests of all arrays of a checkpoint."""
     arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
-    return {name: own["digest"] for name, own in arrays.items()}
+    return {name: facts["digest"] for name, facts in arrays.items()}
 
 
 def test_one_island_that_meets_in_every_step_trains_as_a_run_without(tmp_path):
@@ -122,7 +122,7 @@ def arrays_of(run_dir, step):
     """All arrays of a checkpoint, by name."""
     checkpoint = manifest.at(manifest.folder_of(run_dir, step))
     shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
-    shapes = {name: shape(own) for name, own in checkpoint.manifest["arrays"].items()}
+    shapes = {name: shape(facts) for name, facts in checkpoint.manifest["arrays"].items()}
     return restoring._restore_tree(checkpoint, shapes)
 
 

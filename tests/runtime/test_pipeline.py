@@ -345,7 +345,7 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
         sums = [float(runner.evaluate(states, inputs)) for _ in range(2)]
         found.append((loss, *sums))
     assert found[0] == found[1]
-    assert [own.most for own in made] == [MOST] * len(split)
+    assert [each.most for each in made] == [MOST] * len(split)
 
 
 def test_what_crosses_the_link_is_counted():

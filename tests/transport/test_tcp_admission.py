@@ -109,7 +109,7 @@ def test_an_address_of_the_right_network_is_needed():
 def test_all_nics_of_both_nodes_carry_as_many_streams_and_small_arrays_both_ways(counts):
     """A NIC is a loopback address: Linux has all of 127.0.0.0/8."""
     nics = [[f"127.0.0.{i + 1}" for i in range(count)] for count in counts]
-    ports = [Ports.open(addresses(*found)) for found in nics]
+    ports = [Ports.open(addresses(*names)) for names in nics]
     book = [p.book for p in ports]
     shape = (16,)
     crossings = [make_crossing("F0", shape), make_crossing("B1", shape, back=True)]
@@ -265,7 +265,7 @@ def test_ports_are_of_a_range_and_addresses_as_others_see_them():
         last = min(first + 40, 65535)
         seen = {"ethernet": ["203.0.113.5"]}
         ports = Ports.open(addresses(), ports=(first, last), advertised=seen)
-        numbers = [port for found in ports.own.values() for _, port in found]
+        numbers = [port for listening in ports.own.values() for _, port in listening]
         assert all(first < number <= last for number in numbers)
         assert len(set(numbers)) == 3
         [(address, port)] = ports.own["ethernet"]
