@@ -302,7 +302,7 @@ class _Agent:
 
     def _join(self, question: Join) -> Joined:
         if not question.on_cpu:
-            own = nccl.own_settings(self._env)
+            own = nccl.user_settings(self._env)
             here = self._environment.addresses.get(question.fabric, [])
             found = nccl.environment(self._find_host(), question.fabric, here, own)
             self._env.update(found.added)

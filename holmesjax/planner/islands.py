@@ -39,7 +39,7 @@ def plan_islands(
     names = clusters_of(config, topology)
     _refuse_untrained_changes(config)
     every, count = config.parallel.meets_every, len(names)
-    own = own_config(config, count)
+    own = island_config(config, count)
     sizes = trained_sizes(config.model)
     owner = owners(sizes, count)
 
@@ -121,7 +121,7 @@ def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
         )
 
 
-def own_config(config: Config, count: int) -> Config:
+def island_config(config: Config, count: int) -> Config:
     """The config of one island: a part of the batch, on one pipeline."""
     part = replace(config.train, global_batch=config.train.global_batch // count)
     # Steps and tokens count for all islands together: no island has a schedule of its own.

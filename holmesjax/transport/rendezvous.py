@@ -110,7 +110,7 @@ class Ports:
         return cls(sockets, advertised)
 
     @property
-    def own(self) -> dict[str, list[tuple[str, int]]]:
+    def local(self) -> dict[str, list[tuple[str, int]]]:
         """Addresses and ports on this node, by fabric."""
         return {
             name: [connections.address_of(s) for s in listening]
@@ -120,7 +120,7 @@ class Ports:
     @property
     def book(self) -> dict[str, list[tuple[str, int]]]:
         """Addresses and ports at which others reach this process, by fabric."""
-        found = self.own
+        found = self.local
         for fabric, outside in self._advertised.items():
             ports = [port for _, port in found[fabric]]
             found[fabric] = list(zip(outside, ports, strict=True))
@@ -321,7 +321,7 @@ class Meeting:
         peer = self._processes[number]
         fabric = fabric_between(self._rendezvous.topology, self._me, peer)
         address, port = nic(self._book[number], peer, fabric, stream)
-        return address, port, nic(self._rendezvous.ports.own, self._me, fabric, stream)[0]
+        return address, port, nic(self._rendezvous.ports.local, self._me, fabric, stream)[0]
 
     def _check(self, hello: NeighbourHello) -> str | None:
         """Returns what is wrong with a process at the other end, if anything."""

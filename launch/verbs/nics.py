@@ -15,7 +15,7 @@ from holmesjax.topology.fabrics import FABRICS, NETWORKS, rdma_networks
 
 def run(args: argparse.Namespace) -> int:
     host = nics.discover()
-    own = nccl.own_settings(os.environ)
+    own = nccl.user_settings(os.environ)
     environments = {fabric: environment(host, fabric, own) for fabric in fabrics(host, args.fabric)}
     if args.json:
         print(to_json(host, environments))

@@ -16,7 +16,7 @@ from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
-from holmesjax.planner.islands import own_config
+from holmesjax.planner.islands import island_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.planner.planner import make_plan
 from holmesjax.runtime.prefetch import Step, Validation
@@ -184,7 +184,7 @@ def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():
     plan = make_plan(config, make_topology(*clusters))
     assert [island.recomputed_layers for island in plan.islands] == [(), ()]
     assert {island.activation_checkpointing for island in plan.islands} == {"full"}
-    assert make_plan(own_config(config, 2), make_topology(clusters[0])).recomputed_layers == (1,)
+    assert make_plan(island_config(config, 2), make_topology(clusters[0])).recomputed_layers == (1,)
 
 
 def test_islands_are_explained_beside_a_pipeline():
