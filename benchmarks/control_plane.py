@@ -245,13 +245,13 @@ def route(devices: int) -> float:
                 cluster="c",
                 nodes=("n",),
                 chunks=((),),
-                devices=tuple(own),
+                devices=tuple(stage_devices),
                 mesh={Axis.DATA: mesh[0], Axis.TENSOR: mesh[1]},
                 fabrics={},
                 memory_bytes={},
                 seconds={},
             )
-            for own, mesh in zip(numbers, (source, target), strict=True)
+            for stage_devices, mesh in zip(numbers, (source, target), strict=True)
         ]
         crossing = Crossing(
             name="F0",

@@ -121,7 +121,7 @@ def small_all_reduces(text: str) -> int:
 def _num_elements(shapes: str) -> int:
     """The numbers in all arrays of a result, such as `(f32[2,3]{1,0}, f32[])`."""
     dims = re.findall(r"\w+\[([\d,]*)\]", shapes)
-    return sum(math.prod(int(size) for size in own.split(",") if size) for own in dims)
+    return sum(math.prod(int(size) for size in shape.split(",") if size) for shape in dims)
 
 
 def compile_here(number: int) -> None:

@@ -115,15 +115,15 @@ def page(result: dict[str, Any]) -> str:
         "| --- |" + " ---: |" * 5,
     ]
     plain = result["modes"]["bfloat16"]
-    mean = lambda own: float(np.mean(own["losses"][-LAST:]))
-    for mode, own in result["modes"].items():
-        training, validation = mean(own), own["validation"]
-        apart = np.max(np.abs(np.subtract(own["losses"], plain["losses"])))
+    mean = lambda run: float(np.mean(run["losses"][-LAST:]))
+    for mode, run in result["modes"].items():
+        training, validation = mean(run), run["validation"]
+        apart = np.max(np.abs(np.subtract(run["losses"], plain["losses"])))
         rows.append(
             f"| {mode} | {training:.4f} | {training - mean(plain):+.4f} | {validation:.4f} "
             f"| {validation - plain['validation']:+.4f} | {apart:.4f} |"
         )
-    skipped = sum(own["skipped"] for own in result["modes"].values())
+    skipped = sum(run["skipped"] for run in result["modes"].values())
     made = f"commit {result['commit']}, {result['date']}, on a CPU: `{result['command']}`"
     return "\n".join([*rows, "", f"Steps that were skipped: {skipped}.", "", made]) + "\n"
 

@@ -58,8 +58,8 @@ def machine(_: None, rehearse: bool) -> Iterator[Row]:
         "device to pinned host": lambda: jax.device_put(x, pinned),
         "pinned host to device": lambda: jax.device_put(on_host, x.sharding),
     }
-    for what, found in measure(ways, rehearse).items():
-        yield {"what": what, "rate": giga(x.nbytes / found["s"]), "spread": found["spread"]}
+    for what, timing in measure(ways, rehearse).items():
+        yield {"what": what, "rate": giga(x.nbytes / timing["s"]), "spread": timing["spread"]}
 
 
 def tera(flop_per_s: float) -> str:
@@ -178,7 +178,8 @@ def speed(argument: Row, rehearse: bool) -> Iterator[Row]:
     case = Attention(64, 4, 2, 64) if rehearse else Attention(*argument["case"])
     calls = attention_calls(case, rehearse)
     forward, both = (
-        {name: call for name, call in found.items() if name.startswith(names)} for found in calls
+        {name: call for name, call in by_name.items() if name.startswith(names)}
+        for by_name in calls
     )
     yield from attention_rows(case, forward, both, rehearse)
 

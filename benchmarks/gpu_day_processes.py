@@ -182,8 +182,8 @@ def run_together(parts: Sequence[DayPart], limit_s: float, rehearse: bool) -> li
 
 def _batches(parts: Sequence[DayPart]) -> Iterator[Sequence[DayPart]]:
     """Every part by itself, but checks that follow each other several at a time."""
-    for is_check, own in itertools.groupby(parts, key=lambda part: part.is_check):
-        group, size = list(own), min(CHECKS_AT_A_TIME, os.cpu_count() or 1) if is_check else 1
+    for is_check, alike in itertools.groupby(parts, key=lambda part: part.is_check):
+        group, size = list(alike), min(CHECKS_AT_A_TIME, os.cpu_count() or 1) if is_check else 1
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 

@@ -171,9 +171,9 @@ def measure(rounds: int) -> dict[int, Rates]:
             barrier = context.Barrier(count, timeout=TIMEOUT_S)
             with ProcessPoolExecutor(count, context, _begin, (barrier,)) as pool:
                 work = [pool.submit(_measure, folder, i, count, rounds) for i in range(count)]
-                found = [own.result() for own in work]
+                found = [task.result() for task in work]
             rates[count] = {
-                case: {of: [rate for own in found for rate in own[case][of]] for of in by}
+                case: {of: [rate for by_case in found for rate in by_case[case][of]] for of in by}
                 for case, by in found[0].items()
             }
     return rates
@@ -186,9 +186,9 @@ def table(result: dict[str, Any]) -> str:
         return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
 
     rows = [
-        f"| {name} | {count} | {cell(own['cpu'])} | {cell(own['clock'])} |"
+        f"| {name} | {count} | {cell(of_case['cpu'])} | {cell(of_case['clock'])} |"
         for count, by_case in result["rates"].items()
-        for name, own in by_case.items()
+        for name, of_case in by_case.items()
     ]
     head = [
         "| batches of 32 x 1,024 tokens | processes | tokens of one per second of its CPU | of the "

@@ -219,12 +219,12 @@ def measure_all(cells: Sequence[Cell], steps: int) -> Iterator[tuple[str, Found]
     networks = networks_of(cells)
     with tempfile.TemporaryDirectory(prefix="holmes_lab_") as text, compile_cache():
         folder = Path(text)
-        for i, (name, own) in enumerate(networks.items()):
+        for i, (name, its_cells) in enumerate(networks.items()):
             print(f"{i + 1}/{len(networks)}  {name}: probe and profiles", flush=True)
-            first, point = own[0]
+            first, point = its_cells[0]
             topology = measure(ROWS[first], point, new_folder(folder))
             runs = []
-            for row, point in own:
+            for row, point in its_cells:
                 print(f"      {row}: ", end="", flush=True)
                 run = run_row(ROWS[row], point, steps, SCHEDULE, new_folder(folder))
                 runs.append({"row": row, "point": point, **run})

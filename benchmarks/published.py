@@ -252,7 +252,8 @@ def predict_s(run: Run, fitted: Fitted) -> float:
 def _step_s(run: Run, fitted: Fitted, tasks_s: Callable[[Run, Times], float]) -> float:
     """The replica that is done last, then what comes once in a step."""
     replicas = times(run, fitted)
-    step_s = max(tasks_s(run, own) for own in replicas) + max(own.once_s for own in replicas)
+    last_s = max(tasks_s(run, replica) for replica in replicas)
+    step_s = last_s + max(replica.once_s for replica in replicas)
     return step_s * fitted.layouts.get(run.layout, 1.0)
 
 

@@ -296,8 +296,8 @@ def disagreements(lines: list[Line]) -> list[str]:
     for line in lines:
         if "failed" not in line:
             by_case.setdefault((line["model"], line["context"]), []).append(line)
-    for case, own in by_case.items():
-        off = np.ptp([line["losses"] for line in own], axis=0).max()
+    for case, of_case in by_case.items():
+        off = np.ptp([line["losses"] for line in of_case], axis=0).max()
         if off > MAX_DIFFERENCE:
             found.append(f"{case[0]} at {case[1]}: losses differ by {off:.3f} nats")
     return found

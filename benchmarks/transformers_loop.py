@@ -20,8 +20,8 @@ def make_llama(model: ModelConfig, params: Any) -> transformers.LlamaForCausalLM
     settings = config_json_export.write(model, FAMILY, "float32")
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     arrays = {}
-    for layer, own in places(model, FAMILY).items():
-        for [place] in own.values():
+    for layer, by_parameter in places(model, FAMILY).items():
+        for [place] in by_parameter.values():
             value = params[layer]
             for name in place.parameter.path:
                 value = value[name]

@@ -146,7 +146,7 @@ def _take_turns(
             end_s = time.perf_counter()
             control.send({"start_s": start_s})
             seconds[name].append(end_s - control.receive()["start_s"])
-    return {name: found[WARM_UP:] for name, found in seconds.items()}
+    return {name: times_s[WARM_UP:] for name, times_s in seconds.items()}
 
 
 def _transport(
@@ -310,8 +310,8 @@ def _summary(size: int, times: dict[str, list[float]]) -> Result:
 
 def show(result: dict[str, Result]) -> None:
     print(f"{'size':>9}  {'transport':<16} {'ms':>9}  spread   GB/s  share of the bare copy")
-    for size, found in result.items():
-        for name, x in found.items():
+    for size, by_transport in result.items():
+        for name, x in by_transport.items():
             print(
                 f"{int(size) >> 10:>5} KiB  {name:<16} {x['ms']:9.3f}  {x['spread']:6.0%} "
                 f"{x['gb_per_s']:6.2f}  {x['share']:6.0%}"

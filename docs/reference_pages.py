@@ -163,7 +163,7 @@ def _summary(section: type) -> str:
 
 def _sentence(section: type, name: str, comments: dict[tuple[str, str], str]) -> str:
     """The meaning of a setting: its comment in the first class that defines it."""
-    found = [comments.get((own.__name__, name), "") for own in section.__mro__]
+    found = [comments.get((base.__name__, name), "") for base in section.__mro__]
     text = _markdown(next(filter(None, found), ""))
     if not text:
         raise ValueError(f"{section.__name__}.{name} has no comment")

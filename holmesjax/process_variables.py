@@ -12,7 +12,7 @@ NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")  # made by the driver; the second 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 
 
-def allocator_for(kinds: Collection[str], own: Mapping[str, str]) -> dict[str, str]:
+def allocator_for(kinds: Collection[str], user_env: Mapping[str, str]) -> dict[str, str]:
     """Returns the allocator's variables for these kinds of devices; none if the user has set some.
 
     >>> allocator_for({"h100"}, {})
@@ -20,7 +20,7 @@ def allocator_for(kinds: Collection[str], own: Mapping[str, str]) -> dict[str, s
     >>> allocator_for({"cpu"}, {"MALLOC_ARENA_MAX": "4"})
     {}
     """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in own)
+    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in user_env)
     return {} if chosen or set(kinds) != {"cpu"} else dict(ALLOCATOR)
 
 

@@ -102,7 +102,7 @@ def _for_hangs(within_s: float) -> dict[str, str]:
     return flags
 
 
-def undoes_determinism(own: str) -> bool:
+def undoes_determinism(user_flags: str) -> bool:
     """Whether the user's own XLA_FLAGS take the flag of determinism back.
 
     >>> undoes_determinism("--xla_gpu_deterministic_ops=false"), undoes_determinism("--xla_a=1")
@@ -110,19 +110,19 @@ def undoes_determinism(own: str) -> bool:
     >>> undoes_determinism("flags.txt")  # a file of flags stands alone
     True
     """
-    last = [flag for flag in own.split() if flag.startswith(f"--{DETERMINISTIC}")][-1:]
-    is_file = bool(own.strip()) and not own.lstrip().startswith("-")
+    last = [flag for flag in user_flags.split() if flag.startswith(f"--{DETERMINISTIC}")][-1:]
+    is_file = bool(user_flags.strip()) and not user_flags.lstrip().startswith("-")
     return is_file or any(flag.partition("=")[2].lower() in ("false", "0") for flag in last)
 
 
-def joined(flags: str, own: str) -> str:
-    """XLA_FLAGS of `flags` and of the user's `own`, which win: XLA takes a flag's last value.
+def joined(flags: str, user_flags: str) -> str:
+    """XLA_FLAGS of `flags` and `user_flags`, which win: XLA takes a flag's last value.
 
     >>> joined("--xla_a=1 --xla_b=1", "--xla_b=2")
     '--xla_a=1 --xla_b=1 --xla_b=2'
     >>> joined("--xla_a=1", "flags.txt")  # a file of flags: XLA reads it only where it stands alone
     'flags.txt'
     """
-    if own.strip() and not own.lstrip().startswith("-"):
-        return own
-    return f"{flags} {own}".strip()
+    if user_flags.strip() and not user_flags.lstrip().startswith("-"):
+        return user_flags
+    return f"{flags} {user_flags}".strip()

@@ -33,11 +33,11 @@ def finish_times(tasks, forward, backward, weight, transfer, ready):
     """
     p = len(tasks)
     num_virtual, ends, sent, free, link_free = len(forward), {}, {}, [*ready], {}
-    left = [list(own) for own in tasks]
+    left = [list(queue) for queue in tasks]
     while waiting := sum(map(len, left)):
-        for stage, own in enumerate(left):
-            while own:
-                kind, microbatch, chunk = own[0]
+        for stage, queue in enumerate(left):
+            while queue:
+                kind, microbatch, chunk = queue[0]
                 virtual, way = chunk * p + stage, {"F": 1, "B": -1, "W": 0}[kind]
                 source, reader = virtual - way, virtual + way
                 has_source = way and 0 <= source < num_virtual
@@ -51,7 +51,7 @@ def finish_times(tasks, forward, backward, weight, transfer, ready):
                     way_s = transfer[stage][0] if kind == "F" else transfer[to][1]
                     begin = max(free[stage], link_free.get((stage, to), 0.0))
                     link_free[stage, to] = sent[kind, microbatch, virtual] = begin + way_s
-                own.pop(0)
+                queue.pop(0)
         if sum(map(len, left)) == waiting:
             return [math.inf] * p
     return [ends[stage] for stage in range(p)]
@@ -71,8 +71,8 @@ def queued_finish_times(tasks, forward, backward, weight, transfer, ready, pipes
     p, num_virtual = len(tasks), len(forward)
     place = {
         (kind, microbatch, chunk * p + stage): (stage, i)
-        for stage, own in enumerate(tasks)
-        for i, (kind, microbatch, chunk) in enumerate(own)
+        for stage, queue in enumerate(tasks)
+        for i, (kind, microbatch, chunk) in enumerate(queue)
     }
     at = {where: task for task, where in place.items()}
     step = {"F": 1, "B": -1, "W": 0}
@@ -126,4 +126,4 @@ def queued_finish_times(tasks, forward, backward, weight, transfer, ready, pipes
         for pipe, _, _ in pipes.get((stage, reader(stage, i)), ()):
             queues.setdefault(pipe, []).append((stage, i))
     end_s = ends(sends=True, queues=queues)
-    return [end_s(stage, len(own) - 1) for stage, own in enumerate(tasks)]
+    return [end_s(stage, len(queue) - 1) for stage, queue in enumerate(tasks)]

@@ -5,7 +5,9 @@ import numpy as np
 
 def diloco(outer, of_islands, weights, momentum):
     """The rule as papers and PyTorch's SGD have it, in float64."""
-    gradient = weights - np.mean([own.astype(np.float64) for own in of_islands], axis=0)
+    gradient = weights - np.mean(
+        [island_weights.astype(np.float64) for island_weights in of_islands], axis=0
+    )
     momentum = outer.momentum * momentum + gradient
     step = gradient + outer.momentum * momentum if outer.nesterov else momentum
     return weights - outer.rate * step, momentum

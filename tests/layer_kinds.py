@@ -10,7 +10,7 @@ DEAR = "tests.layer_kinds:dear"
 def dear(model):
     """A block with a wider feed-forward, so that its products take five times as long."""
     whole = transformer.block_spec(model).products
-    flop = sum(own.depth * own.columns for own in whole)
+    flop = sum(product.depth * product.columns for product in whole)
     up, down = whole[2:]
     wider = 1 + 4 * flop // (up.depth * up.columns + down.depth * down.columns)
     width = wider * model.feed_forward_width

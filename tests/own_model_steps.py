@@ -16,7 +16,7 @@ def initial(model, seed):
     for name, layer in layers_of(model).items():
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
         reads = layers(model)[name].reads if name == EMBED else ()
-        arrays = [jnp.zeros((1, *own.shape), own.dtype) for own in reads]
+        arrays = [jnp.zeros((1, *array.shape), array.dtype) for array in reads]
         found[name] = jax.jit(layer.init)(key, *(arrays or [before]))
     return found
 

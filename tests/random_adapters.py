@@ -12,8 +12,12 @@ from tests.one_device import SEED
 def apart(params):
     """The parameters of the base, and the adapters, by layer."""
     is_adapter = lambda name: name.endswith("_lora")
-    base = {n: {k: x for k, x in own.items() if not is_adapter(k)} for n, own in params.items()}
-    adapters = {n: {k: x for k, x in own.items() if is_adapter(k)} for n, own in params.items()}
+    base = {
+        n: {k: x for k, x in values.items() if not is_adapter(k)} for n, values in params.items()
+    }
+    adapters = {
+        n: {k: x for k, x in values.items() if is_adapter(k)} for n, values in params.items()
+    }
     return base, adapters
 
 

@@ -18,8 +18,13 @@ def reset_connections(one: int, other: int) -> int:
     """
     with contextlib.ExitStack() as stack:
         ends = {(there, here) for _, here, there in _connections(other, stack)}
-        found = [own for own, *places in _connections(one, stack) if tuple(places) in ends]
-        return sum(LIBC.connect(own.fileno(), AF_UNSPEC, len(AF_UNSPEC)) == 0 for own in found)
+        found = [
+            connection for connection, *places in _connections(one, stack) if tuple(places) in ends
+        ]
+        return sum(
+            LIBC.connect(connection.fileno(), AF_UNSPEC, len(AF_UNSPEC)) == 0
+            for connection in found
+        )
 
 
 def _connections(

@@ -199,7 +199,9 @@ def test_every_decision_of_the_design_has_its_date():
     ]
     decisions += re.findall(r"^- .*(?:\n  .*)*", pages["rejected"], re.MULTILINE)
     assert len(decisions) > 100
-    assert not [own for own in decisions if not re.search(r"\(20\d\d-\d\d-\d\d[;)]", own)]
+    assert not [
+        decision for decision in decisions if not re.search(r"\(20\d\d-\d\d-\d\d[;)]", decision)
+    ]
 
 
 def headings(page):

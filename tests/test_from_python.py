@@ -49,7 +49,7 @@ class Keeper(Callback):
 def saved(run_dir, step):
     """The digests of all arrays of a checkpoint."""
     arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
-    return {name: own["digest"] for name, own in arrays.items()}
+    return {name: facts["digest"] for name, facts in arrays.items()}
 
 
 def test_the_code_of_the_page_trains_to_the_same_bits(tmp_path, capsys, monkeypatch):
@@ -104,7 +104,7 @@ def test_the_code_of_the_page_trains_to_the_same_bits(tmp_path, capsys, monkeypa
     assert shown == capsys.readouterr().out
     assert "finds a step of" in shown  # without what the run sets
     lines = (CHECKOUT / RUN).read_text().splitlines()
-    set_at = [str(lines.index(own) + 1) for own in ("  tensor: 2", "  schedule: 1f1b")]
+    set_at = [str(lines.index(setting) + 1) for setting in ("  tensor: 2", "  schedule: 1f1b")]
     assert re.search(rf"to change: {RUN}, lines {set_at[0]}, \d+, {set_at[1]}\n", shown)
 
     initial = keeper.kept["head"]["output_DV"]
@@ -175,7 +175,7 @@ def test_callbacks_change_no_number_of_a_step_and_share_no_name():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"callbacks": own} for own in (Keeper(), Keeper, [Keeper], [print], "Keeper", 5)]
+    [{"callbacks": argument} for argument in (Keeper(), Keeper, [Keeper], [print], "Keeper", 5)]
     + [{"overrides": 5}, {"overrides": [5]}, {"stream": "out.txt"}, {"source": None}],
     ids=range(10),  # the text of an object has its address, which differs between processes
 )
@@ -212,22 +212,24 @@ def test_a_stage_with_several_chunks_has_the_layers_of_all():
     chunks = (("embed", "block_000"), ("block_002",)), (("block_001",), ("block_003", "head"))
     plan = SimpleNamespace(
         stages=[
-            SimpleNamespace(cluster=str(i), layers=sum(own, ())) for i, own in enumerate(chunks)
+            SimpleNamespace(cluster=str(i), layers=sum(layers, ()))
+            for i, layers in enumerate(chunks)
         ],
-        chunks=[(s, own[c]) for c in (0, 1) for s, own in enumerate(chunks)],
+        chunks=[(s, layers[c]) for c in (0, 1) for s, layers in enumerate(chunks)],
     )
     found = [
         SimpleNamespace(plan=plan, index=i, mesh=s, before=0)
         for i, (s, _) in enumerate(plan.chunks)
     ]
-    trees = [{layer: {"w": layer} for layer in own} for _, own in plan.chunks]
+    trees = [{layer: {"w": layer} for layer in layers} for _, layers in plan.chunks]
     trees[3] |= {"embed": {"w": "a copy"}}  # of a tied table
-    frozen = [{layer: {"v": f"frozen {layer}"} for layer in own} for _, own in plan.chunks]
+    frozen = [{layer: {"v": f"frozen {layer}"} for layer in layers} for _, layers in plan.chunks]
     states = [
-        ChunkState(*own) for own in zip(trees, [(7, own) for own in trees], frozen, strict=True)
+        ChunkState(*parts)
+        for parts in zip(trees, [(7, tree) for tree in trees], frozen, strict=True)
     ]
     first, second = stage_arrays.of(found, states)
-    assert [own.mesh for own in (first, second)] == [0, 1]
+    assert [arrays.mesh for arrays in (first, second)] == [0, 1]
     whole = {
         layer: {"w": layer, "v": f"frozen {layer}"} for layer in (*first.layers, *second.layers)
     }

@@ -194,7 +194,9 @@ def test_only_ops_imports_kernels(imports):
         if place_of(module) != "kernels"
         and any(
             name.split(".")[0] == "kernels"
-            and not name.startswith(tuple(own for own in WITHOUT_JAX if own.startswith("kernels.")))
+            and not name.startswith(
+                tuple(prefix for prefix in WITHOUT_JAX if prefix.startswith("kernels."))
+            )
             for name in names
         )
     ]

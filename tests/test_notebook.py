@@ -44,7 +44,7 @@ def printed(cells):
 def have_pictures(cells):
     data = [[out.get("data", {}) for out in cell.outputs] for cell in cells]
     has_one = lambda own: "image/png" in own or "data:image/png" in own.get("text/html", "")
-    return [any(map(has_one, own)) for own in data]
+    return [any(map(has_one, outputs)) for outputs in data]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

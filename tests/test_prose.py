@@ -116,8 +116,10 @@ def test_sentences_of_pages_name_their_subject_first():
         for part in re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |\||#))", text):
             if not part.lstrip().startswith(("|", "#")):
                 sentences = re.split(r"(?<=[.!?]) (?=[A-Z*])", " ".join(part.split()))
-                wrong += [f"{file.name}: {own}" for own in sentences if opening.match(own)]
-    assert not [own for own in wrong if not own.endswith("?")]
+                wrong += [
+                    f"{file.name}: {sentence}" for sentence in sentences if opening.match(sentence)
+                ]
+    assert not [sentence for sentence in wrong if not sentence.endswith("?")]
 
 
 def test_no_two_public_classes_share_a_name():

@@ -24,7 +24,7 @@ from tests.own_model_steps import initial
 PAGE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/your_own_*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMED = [re.match(r"# (\w+)\.py\n+(.*)", block, re.DOTALL) for block in BLOCKS]
-MODULES = dict(found.groups() for found in NAMED if found)
+MODULES = dict(named.groups() for named in NAMED if named)
 SMALL = (
     "model.num_layers=2",
     "model.num_heads=2",

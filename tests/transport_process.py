@@ -68,7 +68,7 @@ def main(number, about):
             [other["book"] for other in others],
             processes=processes,
             mesh=mesh,
-            heartbeat_timeout_s=about["heartbeat_timeout_s"],
+            silence_s=about["silence_s"],
             on_failure=failed,
         )
         print(json.dumps({"connected": True}), flush=True)

@@ -101,7 +101,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "streams": 2,
         "encrypt": "auto",
         "calls_out": (),
-        "heartbeat_timeout_s": 10.0,
+        "silence_s": 10.0,
         "pull_timeout_s": 60.0,
         "start_timeout_s": 60.0,
         "on_failure": lambda error: None,
@@ -126,7 +126,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         crossings,
         mesh or mesh_of(plan.stages[me.stage]),
         rendezvous=rendezvous,
-        timeouts=Timeouts(chosen.heartbeat_timeout_s, chosen.pull_timeout_s),
+        timeouts=Timeouts(chosen.silence_s, chosen.pull_timeout_s),
         on_failure=chosen.on_failure,
         advance=chosen.advance,
     )

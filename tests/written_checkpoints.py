@@ -65,7 +65,7 @@ def write_states(run_dir, model, chunks, steps, keep=2, states=()):
         text = manifest.describe(
             step,
             sequences=8 * step,
-            settings={name: dataclasses.asdict(own) for name, own in sections.items()}
+            settings={name: dataclasses.asdict(section) for name, section in sections.items()}
             | {"train": dtypes},
             data={},
             plan_hash="x",

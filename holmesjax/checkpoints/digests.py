@@ -81,7 +81,9 @@ def _parts_of_small(x: jax.Array | np.ndarray) -> list[np.ndarray]:
     """Does what `_parts` does, in NumPy. A shard that several devices hold counts once."""
     held = [((slice(None),) * x.ndim, x)]
     if isinstance(x, jax.Array):
-        held = [(own.index, own.data) for own in x.addressable_shards if own.replica_id == 0]
+        held = [
+            (shard.index, shard.data) for shard in x.addressable_shards if shard.replica_id == 0
+        ]
     parts = [np.zeros((1, 2), np.uint32)]  # the sums of a process without a shard that counts
     for box, shard in held:
         bits = np.ascontiguousarray(shard).view(BITS[x.dtype.itemsize])  # of a scalar: [1]

@@ -260,28 +260,29 @@ def newest(
     if move:
         _refuse_lost(run_dir, warn, pause)
     bad: list[tuple[Checkpoint, DamagedError]] = []
-    for found in find(run_dir):
+    for candidate in find(run_dir):
         try:
-            if found.path in known:
-                raise known[found.path]
-            verify(found)
+            if candidate.path in known:
+                raise known[candidate.path]
+            verify(candidate)
             if not fetches:
-                refuse_elsewhere(found)
+                refuse_elsewhere(candidate)
         except DamagedError as error:
-            if move and found.path not in known:
+            if move and candidate.path not in known:
                 warn(f"{error.where}: {error.problem}; another process reads it once more")
-                confirm(found, error)
-            bad.append((found, error))
+                confirm(candidate, error)
+            bad.append((candidate, error))
             continue
         if move:
             check()
-            _note(run_dir, found.step)
+            _note(run_dir, candidate.step)
         for other, why in bad:
             lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
             if move:
                 lines.append(f"  it is set aside as {_set_aside(other.path, move)}")
-            warn("\n".join([*lines, f"  the checkpoint after step {found.step} is used instead"]))
-        return found
+            lines.append(f"  the checkpoint after step {candidate.step} is used instead")
+            warn("\n".join(lines))
+        return candidate
     if bad:
         why = bad[0][1]
         fix = f"{why.fix}; no other is whole: to begin anew, use another run.dir"

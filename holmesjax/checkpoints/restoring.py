@@ -175,7 +175,7 @@ def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     def meet(total: Any, weights: Any, momentum: Any) -> tuple[Any, Any]:
         leaves, form = jax.tree.flatten(total)
         both = zip(leaves, jax.tree.leaves(weights), jax.tree.leaves(momentum), strict=True)
-        steps = [outer_step(rule, [own / count], before, m) for own, before, m in both]
+        steps = [outer_step(rule, [leaf / count], before, m) for leaf, before, m in both]
         one, two = zip(*steps, strict=True) if steps else ((), ())
         return jax.tree.unflatten(form, one), jax.tree.unflatten(form, two)
 

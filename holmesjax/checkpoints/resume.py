@@ -356,7 +356,7 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
     if (parallel := job.config.parallel).has_islands:
         outer = dataclasses.asdict(parallel.outer_rule)
-        clusters = [[stage.cluster for stage in own.stages] for own in job.plan.islands]
+        clusters = [[stage.cluster for stage in island.stages] for island in job.plan.islands]
         names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
         streaming = {"fragments": parallel.fragments or 1, "delay": parallel.delay or 0}
         found["parallel"] = {**names, **streaming, "outer": outer}

@@ -58,12 +58,12 @@ def save_layers(
     silence_orbax()
     # An OCDBT would hold all bytes of a part until it is closed.
     with ocp.Checkpointer(_handler(use_ocdbt=False)) as checkpointer:
-        for number, (layer, own) in enumerate(parameters):
+        for number, (layer, values) in enumerate(parameters):
             part = manifest.part_name(number)
             mine: Arrays = {}
             for parameter in layers(model)[layer].parameters:
                 group = "params" if parameter.trains else "fixed"
-                value = own.pop(parameter.name)
+                value = values.pop(parameter.name)
                 key = ".".join((group, layer, *parameter.path))
                 mine[key] = jax.device_put(value.astype(dtypes.of(parameter), copy=False))
                 del value  # it is on the device

@@ -214,7 +214,7 @@ def _kept_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers
         tuple(extent.in_parts(stage.tensor) for extent in extents),
         tuple(extent.out_of_parts(stage.tensor) for extent in extents),
     )
-    in_parts, rest = (sum(_format_bytes(form, *own) for form in stage.kept) for own in both)
+    in_parts, rest = (sum(_format_bytes(form, *numbers) for form in stage.kept) for numbers in both)
     return in_parts, rest
 
 

@@ -217,7 +217,12 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     """
     counts = (1, *block_counts(model), 1)
     pairs = list(zip(counts, kinds(model).in_order, strict=True))
-    rows = [(n, own) for n, kind in pairs for own in kind.parameters if not own.changes]
+    rows = [
+        (n, parameter)
+        for n, kind in pairs
+        for parameter in kind.parameters
+        if not parameter.changes
+    ]
     active = sum(n * parameter.size() * parameter.active_share for n, parameter in rows)
     return sum(n * parameter.size() for n, parameter in rows), round(active)
 

@@ -48,7 +48,7 @@ def path_of(name: str | Path) -> Path:
         return Path(name)
     scheme = str(name).partition("://")[0]
     if scheme not in SCHEMES:
-        fix = f"use {' or '.join(f'{own}://' for own in SCHEMES)}, or a path"
+        fix = f"use {' or '.join(f'{known}://' for known in SCHEMES)}, or a path"
         fix = hub_names.fix(str(name), fix, folder="corpora")
         raise DataError(str(name), "is in no store that is known", found=scheme, fix=fix)
     client = {"s3": "s3fs", "gs": "gcsfs"}[scheme]

@@ -136,7 +136,7 @@ def _arrows(path: Path) -> list[Path]:
     """The files of rows. Raises DataError if one is missing."""
     try:
         said = json_text.read(path / STATE)
-        files = [path / own["filename"] for own in said["_data_files"]]
+        files = [path / entry["filename"] for entry in said["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(str(path / STATE), "list of files", error) from None
     for file in files:

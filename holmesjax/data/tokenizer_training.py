@@ -94,13 +94,13 @@ def _texts(files: Sequence[Path], wanted: Wanted) -> Iterator[str]:
     for path in files:
         try:
             parts = [part for part, _ in document_formats.cut(path, PART_BYTES)]
-            for where, found in (
+            for where, document in (
                 read_document for p in parts for read_document in document_formats.read(p, wanted)
             ):
-                if not isinstance(found, str):
+                if not isinstance(document, str):
                     problem, fix = "is tokens already", "name a field or column of text by --column"
-                    raise DataError(where, problem, found=f"{len(found):,} numbers", fix=fix)
-                yield found
+                    raise DataError(where, problem, found=f"{len(document):,} numbers", fix=fix)
+                yield document
         except object_stores.errors() as error:
             raise tokenizing.unreadable(error, path) from None
 

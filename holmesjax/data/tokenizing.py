@@ -41,7 +41,7 @@ class Shard:
     """The work of one process at a time."""
 
     name: str
-    pieces: Sequence[FilePart]
+    parts: Sequence[FilePart]
     tokenizer: str
     wanted: Wanted
     out: Path
@@ -114,12 +114,12 @@ def tokenize(
         shards = [
             Shard(
                 name=name,
-                pieces=pieces,
+                parts=parts,
                 tokenizer=config.tokenizer,
                 wanted=wanted,
                 out=out,
             )
-            for name, pieces in zip(names, plan, strict=True)
+            for name, parts in zip(names, plan, strict=True)
         ]
         if not shards:
             raise no_document(config, len(corpus.files))
@@ -168,7 +168,7 @@ def _begin(path: Path, job: dict[str, Any]) -> None:
 def _plan(
     paths: Sequence[Path], shard_bytes: int, warn: Callable[[str], None]
 ) -> list[list[FilePart]]:
-    """The pieces of each shard, in the order of the names of their files."""
+    """The parts of each shard, in the order of the names of their files."""
     shards: list[list[FilePart]] = []
     room = 0
     for path in paths:
@@ -309,7 +309,7 @@ def _documents(shard: Shard, by: FileTokenizer | None) -> Iterator[np.ndarray]:
 
 
 def _found(shard: Shard) -> Documents:
-    for part in shard.pieces:
+    for part in shard.parts:
         for where, document in document_formats.read(part, shard.wanted):
             if shard.tokenizer == BYTES and isinstance(document, str) and chr(BEGIN) in document:
                 fix = "leave it out, or use another tokenizer"

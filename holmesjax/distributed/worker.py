@@ -337,7 +337,7 @@ class Worker:
     def _meet_controller(self, ports: Ports, unproven: str | None) -> JobStart:
         """Says that this process is ready, and waits until all are."""
         member = self._member
-        listens = {"data": ports.book, "coordinator": self._coordinator(ports.own)}
+        listens = {"data": ports.book, "coordinator": self._coordinator(ports.local)}
         member.send(Ready(addresses=listens, unproven=unproven))
         member.status("waited for the other processes to start")
         return member.wait_for(JobStart)

@@ -264,9 +264,9 @@ def _words(error: Any, hint: Any, value: Any, default: Any) -> tuple[str, str]:
     """Returns the problem and the fix for one of pydantic's errors."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind in ("literal_error", "value_error"):
-        for own in (hint, *get_args(hint)):
-            if isinstance(own, OneOf) and isinstance(value, str) and value in own.refused:
-                return own.refused[value]
+        for choice in (hint, *get_args(hint)):
+            if isinstance(choice, OneOf) and isinstance(value, str) and value in choice.refused:
+                return choice.refused[value]
         choices = [str(choice) for choice in _choices(hint)]
         return f"must be one of {', '.join(choices)}", near(value, choices)
     problem, fix = WORDS[kind]

@@ -113,7 +113,7 @@ class Sampler:
                 fix = f"train it first: python -m launch train {run_dir}"
                 raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
             model = ModelConfig(**found.settings["model"])
-            refuse_own(model)
+            refuse_own_model(model)
             tokenizer = tokenizer_of(Path(run_dir), found)
             parts = _planned(run_dir) if as_planned else on_devices(model, devices)
             try:
@@ -339,7 +339,7 @@ def _planned(run_dir: str | Path) -> list[ModelPart]:
     ]
 
 
-def refuse_own(model: ModelConfig) -> None:
+def refuse_own_model(model: ModelConfig) -> None:
     """Raises ConfigError for layers that may keep what a cache of keys does not hold."""
     if model.module is not None:
         problem = "cannot be sampled: only the built-in layers have a cache of keys"

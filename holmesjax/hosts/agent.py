@@ -154,8 +154,8 @@ class _Agent:
         host = self._find_host()
         name = socket.gethostname()
         mtu_bytes = {
-            fabric: {i.mtu_bytes for i in host.interfaces if {*i.ipv4, *i.ipv6} & {*found}}
-            for fabric, found in self._environment.addresses.items()
+            fabric: {i.mtu_bytes for i in host.interfaces if {*i.ipv4, *i.ipv6} & {*addresses}}
+            for fabric, addresses in self._environment.addresses.items()
         }
         return NodeFacts(
             now_s=time.time(),
@@ -183,12 +183,14 @@ class _Agent:
                 fabric: sorted(size for size in sizes if size is not None)
                 for fabric, sizes in mtu_bytes.items()
             },
-            addresses={fabric: [*found] for fabric, found in self._environment.addresses.items()},
+            addresses={
+                fabric: [*addresses] for fabric, addresses in self._environment.addresses.items()
+            },
             twins=sorted(
                 {
                     names[0]
-                    for found in self._environment.addresses.values()
-                    for address in found
+                    for addresses in self._environment.addresses.values()
+                    for address in addresses
                     if (names := places.twins(address)) and not places.stays_on(names[0], address)
                 }
             ),
@@ -300,7 +302,7 @@ class _Agent:
 
     def _join(self, question: Join) -> Joined:
         if not question.on_cpu:
-            own = nccl.own_settings(self._env)
+            own = nccl.user_settings(self._env)
             here = self._environment.addresses.get(question.fabric, [])
             found = nccl.environment(self._find_host(), question.fabric, here, own)
             self._env.update(found.added)

@@ -56,7 +56,7 @@ class Environment:
         return [*conflicts, *self.problems]
 
 
-def own_settings(env: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
+def user_settings(env: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
     """Finds the variables that the user has set for NCCL.
 
     The first source of a variable wins, as in NCCL: the environment, NCCL_CONF_FILE or else
@@ -98,7 +98,7 @@ def environment(
     Args:
       fabric: of the cluster; "local" needs nothing.
       addresses: of this host on it, as in HOLMES_ADDRESSES.
-      own: from `own_settings`.
+      own: from `user_settings`.
 
     Raises:
       HolmesError: the host has no usable port on an RDMA fabric, which the user did not turn off.

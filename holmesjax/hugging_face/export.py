@@ -170,10 +170,10 @@ def _tensors(
     its_places: Mapping[str, Mapping[str, tuple[Place, ...]]], layers: Iterable[Layer]
 ) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
     """Each tensor's name and rows, in the order of the places."""
-    for (layer, own), (name, values) in zip(its_places.items(), layers, strict=True):
+    for (layer, by_parameter), (name, values) in zip(its_places.items(), layers, strict=True):
         assert layer == name, f"{name} comes where {layer} should"
         boxes: dict[str, list[Place]] = {}
-        for place in itertools.chain.from_iterable(own.values()):
+        for place in itertools.chain.from_iterable(by_parameter.values()):
             boxes.setdefault(place.tensor, []).append(place)
         for tensor, together in boxes.items():
             yield tensor, tensor_rows.rows_of(together, values)

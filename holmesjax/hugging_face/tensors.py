@@ -321,15 +321,15 @@ def _places(
     for name, (suffix, groups) in table.items():
         if name not in parameters:
             continue
-        for expert, own in _experts(parameters[name], suffix):
+        for expert, of_expert in _experts(parameters[name], suffix):
             tensor = suffix.format(expert)
-            sizes = dict(zip(own.dims, own.shape, strict=True))
+            sizes = dict(zip(of_expert.dims, of_expert.shape, strict=True))
             box = [math.prod(sizes[dim] for dim in group) for group in groups]
             grows = _growing_dim(groups)
             start = [0] * len(groups)
             start[grows] = ends.get(tensor, 0)
             ends[tensor] = start[grows] + box[grows]
-            rows.append((own, tensor, groups, box, tuple(start), expert))
+            rows.append((of_expert, tensor, groups, box, tuple(start), expert))
     found: dict[str, list[Place]] = {}
     for parameter, tensor, groups, box, start_of, expert in rows:
         box[_growing_dim(groups)] = ends[tensor]

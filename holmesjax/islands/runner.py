@@ -135,13 +135,13 @@ class IslandsRunner:
         assert isinstance(inputs, IslandsInputs), inputs
         new: dict[int, Sequence[ChunkState]] = {}
         found, last = [], max(self._islands)
-        for k, own in self._split(states).items():
-            bare = [replace(state, outer=None) for state in own]
+        for k, of_island in self._split(states).items():
+            bare = [replace(state, outer=None) for state in of_island]
             island = self._islands[k]
             shifted: Any = _Shifted(timeline, island.first_stage)
             work = meanwhile if k == last else BUSY
             stepped, metrics = island.runner.train_step(bare, inputs.parts[k], shifted, work)
-            pairs = zip(stepped, own, strict=True)
+            pairs = zip(stepped, of_island, strict=True)
             new[k] = [replace(state, outer=before.outer) for state, before in pairs]
             found.append(metrics)
         self._done += 1

@@ -263,7 +263,7 @@ def _cuts(
     ins: Sequence[_Value], shape: tuple[int, ...], name: str, params: Mapping[str, Any]
 ) -> tuple[bool, ...]:
     """The dims that `tensor` cuts, of what is made of parameters alone."""
-    value = next((own for own in ins if any(own.cuts)), None)
+    value = next((operand for operand in ins if any(operand.cuts)), None)
     if value is None:
         return (False,) * len(shape)
     cuts = value.cuts
@@ -312,9 +312,9 @@ def trace(
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
         counts = _Counts(num_tokens)
         ins = [_value(var.aval) for var in closed.jaxpr.invars]
-        for number, (own, letters) in enumerate(zip(ins, names, strict=False)):
-            own.weights = frozenset([number])
-            own.cuts = tuple(letter in TENSOR_DIMS for letter in letters)
+        for number, (value, letters) in enumerate(zip(ins, names, strict=False)):
+            value.weights = frozenset([number])
+            value.cuts = tuple(letter in TENSOR_DIMS for letter in letters)
         return counts, counts.walk(closed.jaxpr, ins, 1), shapes
 
     forward, outs, _ = walk(run)

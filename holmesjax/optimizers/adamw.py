@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from holmesjax.config import OptimizerConfig
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
-from holmesjax.optimizers.groups import own_settings
+from holmesjax.optimizers.groups import update_settings
 from holmesjax.optimizers.optimizer import Tree, rounding_seed
 from holmesjax.parallel import sharding
 
@@ -129,7 +129,7 @@ class AdamW:
         hyperparameters = []
         statements = [stated(self.statements, path) for path, _ in paths]
         for (path, _), statement in zip(paths, statements, strict=True):
-            rate, decay = own_settings(c, path, statement)
+            rate, decay = update_settings(c, path, statement)
             seeds = {"seed": _seed(path), "rounding": rounding_seed(path)}
             own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, rate=rate, **seeds)
             hyperparameters.append(own)

@@ -23,7 +23,7 @@ from holmesjax.config.update_rules import NumberFormat
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
-from holmesjax.optimizers.groups import own_settings
+from holmesjax.optimizers.groups import update_settings
 from holmesjax.optimizers.optimizer import State, Tree, map_layers
 from holmesjax.parallel import sharding
 
@@ -158,7 +158,7 @@ class Elementwise:
             rate = self.schedule(state.updates)
 
             def moved(path: tuple, x: jax.Array, change: jax.Array) -> jax.Array:
-                factor, decay = own_settings(self.config, path, stated(self.statements, path))
+                factor, decay = update_settings(self.config, path, stated(self.statements, path))
                 own_rate = rate if factor == 1.0 else factor * rate
                 return x - own_rate * (change + decay * x)
 

@@ -8,14 +8,16 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.layer_specs.kind import Parameter
 
 
-class OwnSettings(NamedTuple):
+class UpdateSettings(NamedTuple):
     """The settings of an update that a parameter has for itself."""
 
     rate: float  # by which the learning rate of a step is multiplied
     weight_decay: float
 
 
-def own_settings(config: OptimizerConfig, path: Sequence[Any], parameter: Parameter) -> OwnSettings:
+def update_settings(
+    config: OptimizerConfig, path: Sequence[Any], parameter: Parameter
+) -> UpdateSettings:
     """Returns the settings of the first group whose pattern fits, else those of the section.
 
     Args:
@@ -28,8 +30,8 @@ def own_settings(config: OptimizerConfig, path: Sequence[Any], parameter: Parame
     for group in config.groups:
         if fnmatchcase(name, group.pattern):
             own_rate, own_decay = group.learning_rate, group.weight_decay
-            return OwnSettings(
+            return UpdateSettings(
                 1.0 if own_rate is None else own_rate / config.learning_rate,
                 decay if own_decay is None else own_decay,
             )
-    return OwnSettings(1.0, decay)
+    return UpdateSettings(1.0, decay)

@@ -31,7 +31,7 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
-from holmesjax.optimizers.groups import own_settings
+from holmesjax.optimizers.groups import update_settings
 from holmesjax.optimizers.optimizer import State, Tree, rounding_seed
 from holmesjax.parallel import sharding
 
@@ -189,7 +189,7 @@ class Muon:
         hyperparameters = []
         statements = [stated(self.statements, path) for path in nu_of]
         for path, statement in zip(nu_of, statements, strict=True):
-            own = own_settings(c, path, statement)
+            own = update_settings(c, path, statement)
             told = c.beta1, c.beta2, c.epsilon, own.weight_decay
             seed = rounding_seed(path)
             hyperparameters.append(ops.Hyperparameters(*told, rate=own.rate, rounding=seed))
@@ -243,7 +243,7 @@ class Muon:
         new = []
         for path, (x, _) in zip(gradients, held, strict=True):
             own = stated(self.statements, path)
-            factor, decay = own_settings(c, path, own)
+            factor, decay = update_settings(c, path, own)
             direction = scale_of(own, c.muon_consistent_rms) * directions[path]
             wide = x.astype(jnp.float32)
             wide = wide - factor * rate * (direction + decay * wide)

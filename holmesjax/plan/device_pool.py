@@ -160,15 +160,17 @@ class DevicePool:
         return f"JAX's pool is {100 * self.share:.3g}% of each GPU{own}{shared}"
 
 
-def with_own(variables: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process, of which a node's own win; JAX refuses two names of one share.
+def with_node_variables(variables: Mapping[str, str], of_node: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process, of which those of a node win; JAX refuses two names of one share.
 
-    >>> with_own({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"})
+    >>> of_node = {"XLA_CLIENT_MEM_FRACTION": "0.5"}
+    >>> with_node_variables({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}, of_node)
     {'XLA_CLIENT_MEM_FRACTION': '0.5'}
     """
     names = (NAME, OTHER_NAME)
-    ours = {} if any(map(own.get, names)) else {n: variables[n] for n in names if n in variables}
-    return {n: text for n, text in variables.items() if n not in names} | ours | dict(own)
+    is_set = any(map(of_node.get, names))
+    ours = {} if is_set else {n: variables[n] for n in names if n in variables}
+    return {n: text for n, text in variables.items() if n not in names} | ours | dict(of_node)
 
 
 def _share(name: str, text: str) -> float:

@@ -59,8 +59,8 @@ def outer_step(
       momentum: of the meeting before; zeros at first.
     """
     mean = island_weights[0]
-    for own in island_weights[1:]:
-        mean = mean + own
+    for of_island in island_weights[1:]:
+        mean = mean + of_island
     mean = mean / len(island_weights)
     difference = weights - mean
     after = outer.momentum * momentum + difference

@@ -133,7 +133,7 @@ def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
         )
 
 
-def own_config(config: Config, count: int) -> Config:
+def island_config(config: Config, count: int) -> Config:
     """The config of one island: a part of the batch, on one pipeline."""
     part = replace(config.train, global_batch=config.train.global_batch // count)
     # Steps and tokens count for all islands together: no island has a schedule of its own.

@@ -13,7 +13,7 @@ from holmesjax.errors import PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.explain import Explanation, aligned, describe, explain
-from holmesjax.planner.islands import clusters_of, own_config, part_of, without_islands
+from holmesjax.planner.islands import clusters_of, island_config, part_of, without_islands
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.selection import Saying, silently
 from holmesjax.topology.machines import Topology
@@ -52,7 +52,7 @@ def explain_run(
         return explain(config, topology, say, usable_memory)
     plan = make_plan(config, topology, say, usable_memory)
     names = clusters_of(config, topology)
-    own = own_config(config, len(names))
+    own = island_config(config, len(names))
     say("one pipeline")
     pipeline = _pipeline(config, topology, say, usable_memory)
     islands = tuple(
@@ -126,7 +126,7 @@ def describe_run(explanation: Explanation | IslandsExplanation) -> list[str]:
     lines.append(
         "  for equal tokens; islands train otherwise: their loss grows with parallel.every"
     )
-    for number, own in enumerate(explanation.islands):
+    for number, of_island in enumerate(explanation.islands):
         lines.append(f"island {number}: {', '.join(explanation.clusters[number])}")
-        lines += [f"  {line}" for line in describe(own)]
+        lines += [f"  {line}" for line in describe(of_island)]
     return lines

@@ -182,9 +182,10 @@ def _software(
 ) -> dict[str, dict[int, Mapping[CollectiveKind, Reached]]]:
     """Measured speeds of collectives in each of some clusters, by the number of nodes."""
     measured: dict[str, dict[int, list[Collective]]] = {}
-    for own in topology.measured.collectives if topology.measured else ():
-        if own.cluster in names:
-            measured.setdefault(own.cluster, {}).setdefault(own.num_nodes, []).append(own)
+    for collective in topology.measured.collectives if topology.measured else ():
+        if collective.cluster in names:
+            of_cluster = measured.setdefault(collective.cluster, {})
+            of_cluster.setdefault(collective.num_nodes, []).append(collective)
     found: dict[str, dict[int, Mapping[CollectiveKind, Reached]]] = {}
     for cluster in topology.clusters:
         if by_size := measured.get(cluster.name):

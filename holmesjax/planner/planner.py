@@ -185,7 +185,9 @@ def _find_both(
     own = _find(config, topology, say, usable_memory, otherwise=kept)
     best_s = own[1].best[0].step_s
     # A search is no proof of plans in which some layers of a stage compute again, either.
-    is_proof = own[1].gap <= 0 and not any(found.assignment.recomputed for found in own[1].best)
+    is_proof = own[1].gap <= 0 and not any(
+        candidate.assignment.recomputed for candidate in own[1].best
+    )
     if pinned and not is_proof and (better := kept(best_s)) is not None:
         problem, found = better
         bound_s = min(own[1].bound_s, found.best[0].step_s)

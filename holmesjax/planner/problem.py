@@ -312,10 +312,10 @@ class Problem:
         """
         every = self.ranges.chunks(assignment.layers, chunks)
         if not assignment.recomputed:
-            return [(own, None) for own in every]
+            return [(counts, None) for counts in every]
         spans = self.ranges.spans(assignment.layers, chunks)
         numbers = zip(spans, assignment.recomputed, strict=True)
-        again = [self.ranges.first(own, number) for own, number in numbers]
+        again = [self.ranges.first(span, number) for span, number in numbers]
         return list(zip(every, again, strict=True))
 
     def microbatch_s(

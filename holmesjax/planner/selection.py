@@ -64,7 +64,7 @@ def find_within(
                 results.append((problem, found))
     if not results:
         return None
-    bound_s = min(found.bound_s for _, found in results)
+    bound_s = min(searched.bound_s for _, searched in results)
     if is_priced:
         problem, best = _best_for_its_price(config, results)
         return problem, Found(best=best, bound_s=bound_s)

@@ -33,9 +33,11 @@ def stage_loads(problem: Problem, assignment: Assignment, settings: StepSettings
     """Seconds that each stage works for a microbatch, with layers in one chunk."""
     layers = problem.layer_counts(assignment, 1)
     found = []
-    for slot, role, (own, again) in zip(assignment.slots, roles(len(layers)), layers, strict=True):
+    for slot, role, (counts, again) in zip(
+        assignment.slots, roles(len(layers)), layers, strict=True
+    ):
         first = None if again is None else add(again)
-        found.append(problem.microbatch_s(slot, settings, role, add(own), first))
+        found.append(problem.microbatch_s(slot, settings, role, add(counts), first))
     return found
 
 
@@ -172,8 +174,8 @@ class _AssignmentCosts:
             self._stages[segments] = problem.stages(assignment.slots, self._settings)
         layers = problem.layer_counts(assignment, self._order.chunks)
         once, tasks = [], []
-        for place, (stage, own) in enumerate(zip(self._stages[segments], layers, strict=True)):
-            key = stage, place, *own
+        for place, (stage, of_stage) in enumerate(zip(self._stages[segments], layers, strict=True)):
+            key = stage, place, *of_stage
             if key not in self._held:
                 self._held[key] = self._row(*key)
             if (row := self._held[key]) is None:

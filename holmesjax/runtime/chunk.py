@@ -333,8 +333,8 @@ class Chunk:
                 fixed |= {layer: frozen} if frozen else {}
                 drawn()
                 continue
-            for tree, found in ((params, shapes.params), (fixed, shapes.fixed)):
-                own = {layer: found[layer]} if layer in found else {}
+            for tree, tree_shapes in ((params, shapes.params), (fixed, shapes.fixed)):
+                own = {layer: tree_shapes[layer]} if layer in tree_shapes else {}
                 # The host holds one layer at a time.
                 tree |= jax.block_until_ready(jax.tree_util.tree_map_with_path(build, own))
             drawn()

@@ -70,7 +70,7 @@ def choose_nics(
     if is_one_node or is_one_machine or device_kinds(job, domain) == {"cpu"}:
         return []
     host = find_host()
-    found = nccl.environment(host, fabric, here, nccl.own_settings(env))
+    found = nccl.environment(host, fabric, here, nccl.user_settings(env))
     env.update(found.added)
     folder = job.run_dir / NICS
     folder.mkdir(exist_ok=True)

@@ -90,35 +90,37 @@ class Ports:
           HolmesError: an address is not of this machine, no port of the range is free, or as many
             addresses are not advertised as there are.
         """
-        for fabric, found in advertised.items():
-            if len(found) != len(addresses.get(fabric, ())):
+        for fabric, names in advertised.items():
+            if len(names) != len(addresses.get(fabric, ())):
                 raise HolmesError(
                     "HOLMES_ADVERTISED",
                     f"must have as many addresses on {fabric} as HOLMES_ADDRESSES",
-                    found=f"{list(found)} for {list(addresses.get(fabric, ()))}",
+                    found=f"{list(names)} for {list(addresses.get(fabric, ()))}",
                     fix="name one for each NIC, in their order",
                 )
         with ExitStack() as opened:
             sockets = {
                 fabric: [
-                    opened.enter_context(connections.listen_in(address, ports)) for address in found
+                    opened.enter_context(connections.listen_in(address, ports))
+                    for address in of_fabric
                 ]
-                for fabric, found in addresses.items()
+                for fabric, of_fabric in addresses.items()
             }
             opened.pop_all()
         return cls(sockets, advertised)
 
     @property
-    def own(self) -> dict[str, list[tuple[str, int]]]:
+    def local(self) -> dict[str, list[tuple[str, int]]]:
         """Addresses and ports on this node, by fabric."""
         return {
-            name: [connections.address_of(s) for s in found] for name, found in self.sockets.items()
+            name: [connections.address_of(s) for s in listening]
+            for name, listening in self.sockets.items()
         }
 
     @property
     def book(self) -> dict[str, list[tuple[str, int]]]:
         """Addresses and ports at which others reach this process, by fabric."""
-        found = self.own
+        found = self.local
         for fabric, outside in self._advertised.items():
             ports = [port for _, port in found[fabric]]
             found[fabric] = list(zip(outside, ports, strict=True))
@@ -319,7 +321,7 @@ class Meeting:
         peer = self._processes[number]
         fabric = fabric_between(self._rendezvous.topology, self._me, peer)
         address, port = nic(self._book[number], peer, fabric, stream)
-        return address, port, nic(self._rendezvous.ports.own, self._me, fabric, stream)[0]
+        return address, port, nic(self._rendezvous.ports.local, self._me, fabric, stream)[0]
 
     def _check(self, hello: NeighbourHello) -> str | None:
         """Returns what is wrong with a process at the other end, if anything."""

@@ -164,7 +164,7 @@ class TcpTransport:
             traffic = [self._traffic(end) for end in self._by_index.values()]
             self._source, self._target = Source(traffic), Target(traffic)
             # Whoever is heard at other times than it promises would seem lost.
-            about = {**rendezvous.about, "heartbeat_timeout_s": timeouts.silence_s}
+            about = {**rendezvous.about, "silence_s": timeouts.silence_s}
             self._meeting = Meeting(
                 replace(rendezvous, about=about),
                 book=book,

@@ -109,7 +109,9 @@ def _filled(host: HostEntry, defaults: ReachEntry) -> SshHost:
         python=of("python") or sys.executable,
         run_dir=of("run_dir"),
         env={**defaults.env, **host.env},
-        addresses={fabric: list(found) for fabric, found in host.addresses.items() if found},
+        addresses={
+            fabric: list(addresses) for fabric, addresses in host.addresses.items() if addresses
+        },
     )
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
-from holmesjax.plan.device_pool import with_own
+from holmesjax.plan.device_pool import with_node_variables
 from holmesjax.topology.machines import Topology
 from holmesjax.transport import connections
 from launch import programs
@@ -154,7 +154,9 @@ class SshLauncher:
     def start(self, start: ProcessStart, events: EventSink) -> None:
         host = self._hosts[start.process.node]
         gpus = visible_devices(start.process, host.env)
-        own = with_own({"PYTHONUNBUFFERED": "1", **gpus, **_with_key(start.env)}, host.env)
+        own = with_node_variables(
+            {"PYTHONUNBUFFERED": "1", **gpus, **_with_key(start.env)}, host.env
+        )
         if host.addresses:
             own["HOLMES_ADDRESSES"] = json.dumps(host.addresses)
         script = SCRIPT.format(

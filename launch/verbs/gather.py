@@ -122,9 +122,9 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
     progress = CopyProgress(f"gathering   step {found.step}", total, 0, say)
     for file, facts in files.items():
         _copy(target, stores.name_in(found.step, file), facts, read, progress)
-    for own, num_bytes in stores.run_files(run_dir).items():
-        if own != "committed.json":
-            _put(target / own, stores.read_whole(run_dir, own, num_bytes))
+    for run_file, num_bytes in stores.run_files(run_dir).items():
+        if run_file != "committed.json":
+            _put(target / run_file, stores.read_whole(run_dir, run_file, num_bytes))
     _put(target / "committed.json", json.dumps({"step": found.step}).encode() + b"\n")
     if not places.is_url(str(target)):
         whole_files.sync_below(target)

@@ -16,7 +16,13 @@ from holmesjax.data.chat_template import ChatTemplate
 from holmesjax.distributed.messages import Texts
 from holmesjax.errors import ConfigError, DamagedError
 from holmesjax.files import yaml_files
-from holmesjax.generation.sampler import Continuation, Sampler, encoded, refuse_own, tokenizer_of
+from holmesjax.generation.sampler import (
+    Continuation,
+    Sampler,
+    encoded,
+    refuse_own_model,
+    tokenizer_of,
+)
 from holmesjax.generation.sampling import Sampling
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.runtime import program_cache
@@ -135,7 +141,7 @@ def _of_processes(folder: Path, args: argparse.Namespace) -> tuple[Complete, Pat
         known: dict[Path, DamagedError] = {}
         while True:
             found = processes.checkpoint(known)
-            refuse_own(ModelConfig(**found.settings["model"]))
+            refuse_own_model(ModelConfig(**found.settings["model"]))
             tokenizer = tokenizer_of(folder, found)
             texts = Texts(
                 prompts=[encoded(tokenizer, prompt) for prompt in prompts],

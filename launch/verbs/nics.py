@@ -15,14 +15,14 @@ from holmesjax.topology.fabrics import FABRICS, NETWORKS, rdma_networks
 
 def run(args: argparse.Namespace) -> int:
     host = nics.discover()
-    own = nccl.own_settings(os.environ)
+    own = nccl.user_settings(os.environ)
     environments = {fabric: environment(host, fabric, own) for fabric in fabrics(host, args.fabric)}
     if args.json:
         print(to_json(host, environments))
     else:
         print(*describe(host), sep="\n")
-        for fabric, found in environments.items():
-            print(*describe_environment(fabric, found), sep="\n")
+        for fabric, of_fabric in environments.items():
+            print(*describe_environment(fabric, of_fabric), sep="\n")
     return 0
 
 
@@ -107,8 +107,8 @@ def to_json(host: Host, environments: Mapping[str, Environment]) -> str:
         **dataclasses.asdict(host),
         "addresses": nics.addresses(host),
         "environments": {
-            fabric: {**dataclasses.asdict(found), "warnings": found.warnings}
-            for fabric, found in environments.items()
+            fabric: {**dataclasses.asdict(of_fabric), "warnings": of_fabric.warnings}
+            for fabric, of_fabric in environments.items()
         },
     }
     return json.dumps(values, indent=2, default=str)  # GIDs, as addresses of IPv6

@@ -67,7 +67,9 @@ def test_an_update_is_good_in_place():
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="run python -m benchmarks.kernels_compiled once")
 def test_updates_compile_for_an_h200():
-    numbers = [n for n, own in enumerate(CONFIGURATIONS) if isinstance(own, AdamW)]
+    numbers = [
+        n for n, configuration in enumerate(CONFIGURATIONS) if isinstance(configuration, AdamW)
+    ]
     for line in kernels_compiled.compile_in_a_process(FOLDER, numbers):
         assert kernels_compiled.is_good(line), line
 

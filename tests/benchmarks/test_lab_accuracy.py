@@ -32,10 +32,10 @@ def test_profile_and_probe_decide_what_is_predicted(tmp_path):
     fast = plan(network(tmp_path, share=1.0))
     slow = Link(fabric="infiniband", bandwidth_bytes_per_s=2e6, latency_s=1e-4)
     far = plan(network(tmp_path, pairs={("ib-0", "ib-1"): slow, ("ib-1", "ib-0"): slow}))
-    compute = [found.stages[0].seconds["compute"] for found in (usual, fast, far)]
+    compute = [forecast.stages[0].seconds["compute"] for forecast in (usual, fast, far)]
     assert 0.4 * compute[0] < compute[1] < 0.7 * compute[0]
     assert compute[2] == compute[0]
-    data = [found.stages[0].seconds["data"] for found in (usual, far)]
+    data = [forecast.stages[0].seconds["data"] for forecast in (usual, far)]
     assert data[1] > 20 * data[0]
 
 

@@ -92,10 +92,10 @@ def test_our_own_steps_are_predicted():
     [path] = OWN
     steps = measured_steps.read(path)
     llamas = ["1.3B", "1.3B-fp8", "3.6B"]
-    assert sorted(own.name for own in steps.seconds) == [*llamas, "GPT of 8 layers"]
-    assert sorted(own.name for own in steps.gib) == llamas
-    for own in (*steps.seconds, *steps.gib):
-        assert own.predicted == pytest.approx(own.measured, rel=planner_accuracy.OWN_BAR), own
+    assert sorted(case.name for case in steps.seconds) == [*llamas, "GPT of 8 layers"]
+    assert sorted(case.name for case in steps.gib) == llamas
+    for case in (*steps.seconds, *steps.gib):
+        assert case.predicted == pytest.approx(case.measured, rel=planner_accuracy.OWN_BAR), case
 
 
 def measured_ms(precision):
@@ -120,7 +120,7 @@ def test_the_parts_of_a_step_are_predicted():
         ms = lambda own, times, device=device: 1e3 * times * device.products_s(own, "bfloat16")
         of_layers = layer_products(kind, tokens)
         head = head_product(model, tokens)
-        found = ms([own for x in of_layers for own in (x, *x.gradients)], model.num_layers)
+        found = ms([product for x in of_layers for product in (x, *x.gradients)], model.num_layers)
         found += ms([head, *head.gradients], 1)
         measured = fp8_products_ms if model.fp8 else products_ms
         assert found == pytest.approx(measured, rel=0.04 if model.fp8 else 0.01)

@@ -76,13 +76,13 @@ def test_the_memory_is_that_of_a_run(monkeypatch):
         return SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(train_gpu.subprocess, "run", run)
-    for own in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.8"}):
+    for variables in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.8"}):
         for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
             monkeypatch.delenv(name, raising=False)
-        for name, text in own.items():
+        for name, text in variables.items():
             monkeypatch.setenv(name, text)
         train_gpu.measure("HolmesJAX", "1.3B", 64, 256, "h200")
-        want = DevicePool.of_run(own).variables
+        want = DevicePool.of_run(variables).variables
         assert {n: v for n, v in environments.pop().items() if n.endswith("MEM_FRACTION")} == want
 
 

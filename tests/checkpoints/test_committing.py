@@ -53,10 +53,10 @@ def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(conf
         now_s += 6.0
         if step == 55:
             alarm.committed(50)
-    first = min(step for step, own in found.items() if own)
+    first = min(step for step, alarm_fields in found.items() if alarm_fields)
     assert first in (31, 32)  # the time counts from the first step
     assert found[first] == {FIELD: first}
-    assert [step for step, own in found.items() if own] == list(range(first, 56))
+    assert [step for step, alarm_fields in found.items() if alarm_fields] == list(range(first, 56))
     begun, again, third, over = lines
     assert "the last checkpoint: none in this run; outstanding: " in begun
     assert "the save after step 10 waits for b; the save after step 20 waits for a, b" in begun

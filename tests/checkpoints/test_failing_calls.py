@@ -197,7 +197,8 @@ def test_one_of_each_period_stays_and_so_do_the_newest(tmp_path):
         times[step] = now_s
         periods = {int(s // 7200) for s in times.values()}
         first = {min(n for n, s in times.items() if s // 7200 == p) for p in periods}
-        assert {found.step for found in manifest.find(tmp_path)} == first | {step, max(step - 1, 1)}
+        there = {checkpoint.step for checkpoint in manifest.find(tmp_path)}
+        assert there == first | {step, max(step - 1, 1)}
 
 
 def test_a_removal_that_fails_each_time_is_told_each_time_and_costs_nothing(tmp_path, monkeypatch):
@@ -209,7 +210,7 @@ def test_a_removal_that_fails_each_time_is_told_each_time_and_costs_nothing(tmp_
 
     monkeypatch.setattr(shutil, "rmtree", busy)
     run.save(1, 2, 3)
-    assert [found.step for found in manifest.find(tmp_path)] == [3]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [3]
     run.saves.check(at_end=True)
     assert len(run.lines) == 2
     assert all(line.startswith("warning: old files of checkpoints") for line in run.lines)

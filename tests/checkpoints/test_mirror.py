@@ -230,7 +230,7 @@ def test_the_last_that_wrote_says_what_the_run_is(machine):
             act()
     start(first, url, epoch=3)
     assert (first / "skipped.json").read_text() == "of b"
-    assert [found.step for found in manifest.find(first)] == [2, 1]
+    assert [checkpoint.step for checkpoint in manifest.find(first)] == [2, 1]
 
 
 def test_what_the_run_folder_has_not_kept_goes(machine):

@@ -245,7 +245,7 @@ def test_orbax_and_tensorstore_open_it_as_the_documents_say(tmp_path):
 
 def test_keeps_the_newest(tmp_path):
     write(tmp_path, steps=(1, 2, 3, 4), keep=2)
-    assert [found.step for found in manifest.find(tmp_path)] == [4, 3]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [4, 3]
     folders = sorted(path.name for path in (tmp_path / manifest.FOLDER).iterdir())
     assert folders == ["step_00000003", "step_00000004"]
 
@@ -309,7 +309,7 @@ def test_what_a_crash_leaves_behind_is_no_checkpoint(tmp_path):
     write(tmp_path, steps=(5, 6))
     unfinished = tmp_path / manifest.FOLDER / "step_00000006"
     (unfinished / manifest.MANIFEST).unlink()
-    assert [found.step for found in manifest.find(tmp_path)] == [5]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [5]
     retention(tmp_path).after_start()
     assert not unfinished.exists()
 
@@ -353,14 +353,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_evicts_no_other(tmp_path):
         assert name in folders(tmp_path)
         # A new one, of a smaller number than the damaged one, stays; so does the one before.
         write(tmp_path, steps=(15,), keep=1)
-        assert [found.step for found in manifest.find(tmp_path)] == [15]
+        assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [15]
         write(tmp_path, steps=(10,), keep=2)
         other = manifest.folder_of(tmp_path, 20)
         manifest.folder_of(tmp_path, 15).rename(other)
         assert resume(tmp_path, move=None)[0] == 10  # of step 15, in a folder of 20
         shutil.rmtree(other)
         write(tmp_path, steps=(20,), keep=2)  # the run has come to the same step again
-        assert [found.step for found in manifest.find(tmp_path)] == [20, 10]
+        assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [20, 10]
 
 
 def test_a_reader_renames_nothing(tmp_path):
@@ -388,7 +388,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_renamed_or_begun_anew(tmp_path)
 
 def test_what_is_newer_than_a_new_checkpoint_neither_counts_nor_goes(tmp_path):
     write(tmp_path, steps=(30, 10, 20), keep=2)
-    assert [found.step for found in manifest.find(tmp_path)] == [30, 20, 10]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [30, 20, 10]
 
 
 @pytest.mark.parametrize("other", [{"width": 64}, {"norm": "rms_norm"}, {"num_layers": 2}])
@@ -435,7 +435,7 @@ def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, c
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with files_of_at_most(20_000), pytest.raises(PeerError, match="File too large"):
         write(tmp_path, steps=(6,))
-    assert [found.step for found in manifest.find(tmp_path)] == [5]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path)] == [5]
     for path, content in before.items():
         assert path.read_bytes() == content
     assert capfd.readouterr() == ("", "")  # not what Orbax and asyncio have to say

@@ -26,7 +26,10 @@ def order(skipped, done=0, sequences=0):
         config=SimpleNamespace(train=TRAIN), skipped=skipped, _is_evaluating=lambda step: False
     )
     steps = TrainingLoop._order(session, done, sequences)
-    ranges = [range(own.first_sequence, own.first_sequence + own.global_batch) for own in steps]
+    ranges = [
+        range(one_step.first_sequence, one_step.first_sequence + one_step.global_batch)
+        for one_step in steps
+    ]
     return dict(enumerate(ranges, done + 1))
 
 
@@ -42,13 +45,15 @@ def test_each_return_goes_on_behind_the_spike(tmp_path):
         assert after[back + 1].start == before[spike].stop
         seen += [before[step] for step in range(back + 1, spike + 1)]
         before = after
-    used = [number for own in after.values() for number in own]
+    used = [number for sequences in after.values() for number in sequences]
     assert len(used) == len(set(used)) == TRAIN.sequences_after(40)
     # A start from any checkpoint comes to the same data.
     skipped = skipped_data.read(tmp_path)
     for step in (0, 8, 9, 19, 20, 21, 39):
         consumed = TRAIN.sequences_after(step) + skipped_data.sequences(skipped, 0, step)
-        assert order(skipped, step, consumed) == {s: own for s, own in after.items() if s > step}
+        assert order(skipped, step, consumed) == {
+            s: sequences for s, sequences in after.items() if s > step
+        }
 
 
 def test_a_run_does_not_go_back_to_one_step_for_ever(tmp_path):
@@ -58,7 +63,7 @@ def test_a_run_does_not_go_back_to_one_step_for_ever(tmp_path):
     with pytest.raises(FatalError, match="has gone back to step 10 3 times") as error:
         skipped_data.add(tmp_path, TRAIN, 14, 10)
     assert error.value.found == "spikes in steps 12, 13, 11 and now 14"
-    assert [own.step for own in skipped_data.read(tmp_path)] == [10, 10, 10, 20]
+    assert [part.step for part in skipped_data.read(tmp_path)] == [10, 10, 10, 20]
 
 
 @pytest.mark.parametrize("content", ["[", "{}1", "[3]", '[{"step": 1}]'])

@@ -117,13 +117,13 @@ def test_a_bad_value_is_refused(run_file, override, problem, found, fix):
 
 def _floats(hint, name=""):
     """The dotted names of the settings that are numbers, but for those in lists."""
-    for own, inner in get_type_hints(hint, include_extras=True).items():
+    for setting, inner in get_type_hints(hint, include_extras=True).items():
         kinds = [kind for kind in (inner, *get_args(inner)) if get_origin(kind) is Annotated]
         if any(kind.__origin__ is float for kind in kinds):
-            yield f"{name}{own}"
+            yield f"{name}{setting}"
         for section in () if get_origin(inner) is tuple else (inner, *get_args(inner)):
             if isinstance(section, type) and dataclasses.is_dataclass(section):
-                yield from _floats(section, f"{name}{own}.")
+                yield from _floats(section, f"{name}{setting}.")
 
 
 FLOATS = list(_floats(configs.Config))
@@ -139,7 +139,11 @@ def test_a_number_that_no_training_and_no_clock_survives_is_refused(run_file, va
     for name in FLOATS:
         needed = [text for start, text in NEEDED.items() if name.startswith(start)]
         found = refused(run_file(), [f"{name}={value}", *needed])
-        [problem] = [own for where, own, *_ in found if where == f"override {name}={value}"]
+        [problem] = [
+            problem_there
+            for where, problem_there, *_ in found
+            if where == f"override {name}={value}"
+        ]
         words = ("must be at ", "must be more than 0", "must be a finite number", "must be less")
         assert problem.startswith(words), name
 
@@ -216,8 +220,8 @@ def test_a_preset_stands_below_what_the_section_says(run_file):
     scaling = dataclasses.replace(wanted.rotary_scaling, factor=16.0)
     assert model == dataclasses.replace(wanted, rotary_scaling=scaling)
     assert configs.load(run_file(), ["model.preset=null"]) == configs.load(run_file())
-    for found in ("7", "[gpt2]", "../models/gpt2"):
-        assert [where for where, *_ in refused(path, [f"model.preset={found}"])]
+    for preset in ("7", "[gpt2]", "../models/gpt2"):
+        assert [where for where, *_ in refused(path, [f"model.preset={preset}"])]
 
 
 def test_an_override_of_a_section_replaces_it(run_file):

@@ -183,7 +183,9 @@ def test_another_system_overlaps_tensor_and_moves_its_logits():
     assert other.backward_s - base.backward_s == pytest.approx(50 * 10 * 8 / 2 / 1e5)
     assert other.forward_s == base.forward_s
     for direction in ("forward", "backward"):
-        alone_s, exposed = (getattr(own, f"{direction}_tensor_s") for own in (base, other))
+        alone_s, exposed = (
+            getattr(times_of_one, f"{direction}_tensor_s") for times_of_one in (base, other)
+        )
         assert exposed == exposed_s(alone_s, getattr(other, f"{direction}_s"), 2) < alone_s
 
 

@@ -29,7 +29,9 @@ def folder(tmp_path):
 
 
 def write(tmp_path, dialogues, name="chat.jsonl"):
-    lines = [own if isinstance(own, str) else json.dumps(own) for own in dialogues]
+    lines = [
+        dialogue if isinstance(dialogue, str) else json.dumps(dialogue) for dialogue in dialogues
+    ]
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "data" / name).write_text("\n".join(lines) + "\n")
     return tmp_path / "data"
@@ -60,7 +62,9 @@ def trained(rows):
 @pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prompts", "blocks"])
 def test_answers_and_their_end_marks_are_the_targets_of_dialogues(tmp_path, folder, source):
     (folder / "chat_template.jinja").write_text(source)
-    dialogues = [{"messages": [*TURNS[:3], {"role": "assistant", "content": own}]} for own in SAID]
+    dialogues = [
+        {"messages": [*TURNS[:3], {"role": "assistant", "content": answer}]} for answer in SAID
+    ]
     rows = chat.read(settings(write(tmp_path, dialogues), folder), 4 * LENGTH).train
     tokenizer, end = tokenizer_files.load(folder), 301
     found = []
@@ -70,35 +74,37 @@ def test_answers_and_their_end_marks_are_the_targets_of_dialogues(tmp_path, fold
         )
         assert targets.count(end) == 2
         found.append(tokenizer.decode(targets))
-    assert sorted(found) == sorted(f"ok{own}" for own in SAID)
+    assert sorted(found) == sorted(f"ok{answer}" for answer in SAID)
     assert len(rows) < len(SAID)  # packed
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_answers_are_the_targets_behind_a_plain_prompt(tmp_path, folder, name):
     (folder / "chat_template.jinja").unlink()
-    pairs = [{"prompt": f"Q{n}: ", "answer": own} for n, own in enumerate(SAID)]
+    pairs = [{"prompt": f"Q{n}: ", "answer": answer} for n, answer in enumerate(SAID)]
     corpus = write(tmp_path, pairs)
     found = trained(chat.read(settings(corpus, folder if name == "bpe" else name), LENGTH).train)
     if name == "bytes":
         said = [bytes(targets).decode() for _, targets in found]
-        assert sorted(said) == sorted([f"{own}\0" for own in SAID[:-1]] + [SAID[-1]])
+        assert sorted(said) == sorted([f"{answer}\0" for answer in SAID[:-1]] + [SAID[-1]])
         return
     decode = tokenizer_files.load(folder).decode
     # The space before a word is in its token, whose last letter is the answer's.
-    assert sorted(decode(targets) for _, targets in found) == sorted(f" {own}" for own in SAID)
+    assert sorted(decode(targets) for _, targets in found) == sorted(
+        f" {answer}" for answer in SAID
+    )
     assert all(targets[-1] == 301 for _, targets in found)
     assert all(decode(inputs).startswith("Q") for inputs, _ in found)
 
 
 def test_long_dialogues_are_left_out_and_counted_and_the_last_are_held_out(tmp_path):
-    pairs = [{"prompt": "q", "answer": own} for own in [*SAID, "x" * 64, "y" * 62]]
+    pairs = [{"prompt": "q", "answer": answer} for answer in [*SAID, "x" * 64, "y" * 62]]
     whole = chat.read(settings(write(tmp_path, pairs)), LENGTH)
     assert "1 dialogues longer than 64 tokens left out" in whole.place
     held = chat.read(settings(write(tmp_path, pairs), validation_fraction=0.2), LENGTH)
     said = [bytes(targets) for _, targets in trained(held.validation)]
     assert sorted(said) == sorted(
-        [*(f"{own}\0".encode() for own in SAID[17:]), ("y" * 62).encode()]
+        [*(f"{answer}\0".encode() for answer in SAID[17:]), ("y" * 62).encode()]
     )
     assert len(trained(held.train)) == 17
     assert whole.digests != held.digests

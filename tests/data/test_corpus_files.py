@@ -103,7 +103,9 @@ NOT_READ = {
 
 def documents(path, **wanted):
     parts = [part for part, _ in document_formats.cut(path, 2**20)]
-    return [own for part in parts for _, own in document_formats.read(part, Wanted(**wanted))]
+    return [
+        document for part in parts for _, document in document_formats.read(part, Wanted(**wanted))
+    ]
 
 
 @pytest.mark.parametrize("name", READ)

@@ -32,7 +32,7 @@ def write_hugging_face(folder):
 
 
 def write_array_record(folder, records=None):
-    records = [own.encode() for own in TEXTS] if records is None else records
+    records = [document.encode() for document in TEXTS] if records is None else records
     writer = ArrayRecordWriter(str(folder / "a.array_record"), "group_size:7")
     for record in records:
         writer.write(record)
@@ -41,12 +41,14 @@ def write_array_record(folder, records=None):
 
 
 def write_array_record_of_tokens(folder):
-    return write_array_record(folder, [np.array(own, "<u2").tobytes() for own in TOKENS])
+    return write_array_record(folder, [np.array(tokens, "<u2").tobytes() for tokens in TOKENS])
 
 
 def read(path, step=2**28, **wanted):
     parts = [part for part, _ in document_formats.cut(path, step)]
-    found = [own for part in parts for _, own in document_formats.read(part, Wanted(**wanted))]
+    found = [
+        document for part in parts for _, document in document_formats.read(part, Wanted(**wanted))
+    ]
     return found, len(parts)
 
 
@@ -86,7 +88,7 @@ def test_a_compressed_text_is_one_document(tmp_path):
 )
 def test_every_format_of_rows_has_the_same_tokens(tmp_path, write, wanted):
     found, _ = read(write(tmp_path), step=1000, **wanted)
-    assert [own.tolist() for own in found] == TOKENS
+    assert [tokens.tolist() for tokens in found] == TOKENS
 
 
 def cut_off(by, name=""):
@@ -162,7 +164,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "write, damage, message", [pytest.param(*own, id=name) for name, own in DAMAGES.items()]
+    "write, damage, message", [pytest.param(*case, id=name) for name, case in DAMAGES.items()]
 )
 def test_a_damaged_file_is_refused_with_its_place(tmp_path, write, damage, message):
     path = write(tmp_path)
@@ -222,4 +224,4 @@ def test_a_dataset_of_several_splits_names_them(tmp_path):
         read(tmp_path / "hf" / "train" / SECOND)
     shutil.rmtree(tmp_path / "hf" / "test")
     part = FilePart(str(tmp_path / "hf" / "train"), 3, 5)
-    assert [own for _, own in document_formats.read(part, Wanted())] == TEXTS[3:5]
+    assert [document for _, document in document_formats.read(part, Wanted())] == TEXTS[3:5]

@@ -19,7 +19,7 @@ def test_ranks_are_those_of_the_array_on_every_page(tmp_path, monkeypatch, count
     for low, high in [(0, count), (count // 3, count // 2), (5, 2), (count, count + 9)]:
         np.testing.assert_array_equal(numbers[low:high], values[low:high])
     np.testing.assert_array_equal(
-        np.concatenate([values[:0], *(own for _, own in numbers.chunks())]), values
+        np.concatenate([values[:0], *(chunk for _, chunk in numbers.chunks())]), values
     )
     found = SortedNumbers(numbers)
     wanted = range(-1, 2002)

@@ -32,7 +32,7 @@ def put(store, folder, name):
 def test_a_format_is_read_in_a_store_as_it_is_here(store, tmp_path, write):
     path = object_stores.path_of(put(store, write(tmp_path), write(tmp_path).name))
     parts = [part for part, _ in document_formats.cut(path, 10_000)]
-    found = [own for part in parts for _, own in document_formats.read(part, Wanted())]
+    found = [document for part in parts for _, document in document_formats.read(part, Wanted())]
     assert found == formats.TEXTS
 
 
@@ -45,8 +45,8 @@ def test_a_folder_in_a_store_is_the_corpus_that_it_is_here(store, tmp_path):
     there = put(store, tmp_path / "corpus", "corpus")
     for pattern in (None, "**/*.txt"):
         expected, found = (
-            text.read(DataConfig(corpus=str(own), pattern=pattern, validation_fraction=0.0), 3)
-            for own in (tmp_path / "corpus", there)
+            text.read(DataConfig(corpus=str(corpus), pattern=pattern, validation_fraction=0.0), 3)
+            for corpus in (tmp_path / "corpus", there)
         )
         assert (found.files, found.digests) == (expected.files, expected.digests)
 
@@ -56,8 +56,8 @@ def test_dialogues_in_a_store_are_the_rows_that_they_are_here(store, tmp_path):
     path.write_text('{"prompt": "one, ", "answer": "two"}\n' * 20)
     there = put(store, path, "dialogues.jsonl")
     expected, found = (
-        chat.read(DataConfig(corpus=str(own), source="chat", documents="mask"), 16)
-        for own in (path, there)
+        chat.read(DataConfig(corpus=str(corpus), source="chat", documents="mask"), 16)
+        for corpus in (path, there)
     )
     assert (found.files, found.digests) == (expected.files, expected.digests)
     assert found.place == there

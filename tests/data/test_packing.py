@@ -93,12 +93,12 @@ def test_each_target_of_each_document_comes_once_however_documents_are_cut(marks
     ]
     rows = packing.packed(Spans(ranges), LENGTH, "", None)
     wanted = Counter()
-    for own in ranges:
-        edges = [own.first, *own.start_D.tolist(), own.last]
+    for span in ranges:
+        edges = [span.first, *span.start_D.tolist(), span.last]
         for first, last in pairwise(edges):
             inside = token_T[first:last].tolist()
             wanted.update(pairwise(inside))
-            if marks_end and inside and last < own.last:
+            if marks_end and inside and last < span.last:
                 wanted[inside[-1], 0] += 1
     assert targets_of(rows) == wanted
 

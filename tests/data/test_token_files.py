@@ -116,10 +116,10 @@ def test_the_windows_of_several_files_are_those_of_each_one_cut_at_a_document(tm
         cut = len(stream) - int(len(stream) * fraction)
         while cut < len(stream) and not begins[cut]:
             cut += 1
-        for split, own in {"train": slice(0, cut), "validation": slice(cut, None)}.items():
-            for first in range(0, len(stream[own]) - length, length):
+        for split, bounds in {"train": slice(0, cut), "validation": slice(cut, None)}.items():
+            for first in range(0, len(stream[bounds]) - length, length):
                 window = slice(first, first + length + 1)
-                parts[split].append((stream[own][window], np.array(begins)[own][window]))
+                parts[split].append((stream[bounds][window], np.array(begins)[bounds][window]))
     splits = read(tmp_path, length, fraction)
     for split, expected in parts.items():
         found = getattr(splits, split)
@@ -219,10 +219,13 @@ NUMPY_FILE = {
 @pytest.mark.parametrize(
     "write, damage, message",
     [
-        *(pytest.param(write_llm_c, *own, id=f"llm.c: {name}") for name, own in LLM_C.items()),
-        *(pytest.param(write_numpy, *own, id=f"npy: {name}") for name, own in NUMPY_FILE.items()),
-        *(pytest.param(write_own, *own, id=f"own: {name}") for name, own in OWN.items()),
-        *(pytest.param(write_megatron, *own, id=f"idx: {name}") for name, own in MEGATRON.items()),
+        *(pytest.param(write_llm_c, *case, id=f"llm.c: {name}") for name, case in LLM_C.items()),
+        *(pytest.param(write_numpy, *case, id=f"npy: {name}") for name, case in NUMPY_FILE.items()),
+        *(pytest.param(write_own, *case, id=f"own: {name}") for name, case in OWN.items()),
+        *(
+            pytest.param(write_megatron, *case, id=f"idx: {name}")
+            for name, case in MEGATRON.items()
+        ),
     ],
 )
 def test_a_damaged_file_is_named_before_a_run_begins(tmp_path, write, damage, message):

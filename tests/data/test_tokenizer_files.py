@@ -135,7 +135,7 @@ def test_training_is_deterministic_and_the_settings_it_prints_are_right(paths, t
 def test_training_reads_the_formats_that_tokenize_reads(paths, tmp_path, name, capsys):
     """The same documents give the same file as text does, byte for byte."""
     path = tmp_path / name
-    lines = "".join(json.dumps({"own": own}) + "\n" for own in TEXTS).encode()
+    lines = "".join(json.dumps({"own": document}) + "\n" for document in TEXTS).encode()
     match name:
         case "a.jsonl.gz":
             path.write_bytes(gzip.compress(lines))
@@ -147,13 +147,13 @@ def test_training_reads_the_formats_that_tokenize_reads(paths, tmp_path, name, c
             datasets.Dataset.from_dict({"own": TEXTS}).save_to_disk(path)
         case "a.array_record":
             writer = ArrayRecordWriter(str(path), "group_size:1")
-            for own in TEXTS:
-                writer.write(own.encode())
+            for document in TEXTS:
+                writer.write(document.encode())
             writer.close()
     command = ["tokenizer", str(path), "--vocab", "300", "--column", "own", "--out"]
     assert main([*command, str(tmp_path / "bpe.json")]) == 0
     assert (tmp_path / "bpe.json").read_bytes() == (paths / "alone.json").read_bytes()
-    assert f"{sum(len(own.encode()) for own in TEXTS):,} bytes" in capsys.readouterr().out
+    assert f"{sum(len(document.encode()) for document in TEXTS):,} bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

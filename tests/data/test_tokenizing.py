@@ -23,7 +23,7 @@ def shard(out, *pieces, tokenizer="bytes"):
     whole = [
         FilePart(str(p), 0, p.stat().st_size) if not isinstance(p, FilePart) else p for p in pieces
     ]
-    return Shard(name="s", pieces=whole, tokenizer=str(tokenizer), wanted=Wanted(), out=out)
+    return Shard(name="s", parts=whole, tokenizer=str(tokenizer), wanted=Wanted(), out=out)
 
 
 def stream(out, name="s"):

@@ -13,7 +13,7 @@ TEXTS = [f"Document {i} is of é and → {'x' * (i * 37 % 400)}.\n" for i in ran
 TOKENS = [[i, 7 * i % 999, *range(i % 5)] for i in range(300)]
 
 
-LINES = "".join(json.dumps({"id": i, "text": own}) + "\n" for i, own in enumerate(TEXTS))
+LINES = "".join(json.dumps({"id": i, "text": document}) + "\n" for i, document in enumerate(TEXTS))
 
 
 def frames(content, size=5000):

@@ -16,7 +16,7 @@ def write_megatron(path, documents, dtype="<u2", code=8, *, cut=()):
     entries = [i for i in range(len(documents) + 1) if i - 1 not in cut]
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(entries))
     lists = zip((lengths, offsets, entries), ("<i4", "<i8", "<i8"), strict=True)
-    content = head + b"".join(np.array(own, kind).tobytes() for own, kind in lists)
+    content = head + b"".join(np.array(numbers, kind).tobytes() for numbers, kind in lists)
     path.with_suffix(".idx").write_bytes(content)
     path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
     return path

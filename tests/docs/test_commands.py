@@ -222,12 +222,12 @@ def test_every_command_is_run(world, capsys, is_whole):
     first = [CHECKOUT / "README.md", CHECKOUT / "docs/tutorial.md"]
     for page in [*first, *(page for page in PAGES if page not in first)]:
         commands = [words for line in commands_of(page) if (words := launched(line))]
-        shown |= {own for words in commands for own in shown_by(words)}
+        shown |= {name for words in commands for name in shown_by(words)}
         here = [words for words in commands if not ELSEWHERE.keys() & {*shown_by(words)}]
         for words in here if is_whole else picked(here, run):
             done = run_launch_here(capsys, *map(quick, words), cwd=world)
             assert done.returncode == 0, f"{page.name}: {words}\n{done.stderr}"
-        run |= {own for words in here for own in shown_by(words)}
+        run |= {name for words in here for name in shown_by(words)}
         name = str(page.relative_to(CHECKOUT))
         for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
             if not name.startswith(tuple(PYTHON_ELSEWHERE)):
@@ -251,4 +251,4 @@ def test_lines_that_are_no_command_of_ours_are_known():
         if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
             source = Path(CHECKOUT, *words[2].split(".")).with_suffix(".py").read_text()
             options = [word for word in words if word.startswith("--") and word != "--help"]
-            assert not [own for own in options if f'"{own}"' not in source], words
+            assert not [option for option in options if f'"{option}"' not in source], words

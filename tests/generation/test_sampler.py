@@ -53,9 +53,9 @@ def test_rows_of_a_batch_are_what_each_is_alone_and_without_a_cache(sampler):
     """Prompts of 2, 7 and 23 tokens, the last of which outgrows the context; 40 tokens more."""
     encoded = [BYTES.encode(prompt).tolist() for prompt in PROMPTS]
     together = np.array(list(sampler.tokens(encoded, 40, GREEDY))).T.tolist()
-    for prompt, own, row in zip(PROMPTS, encoded, together, strict=True):
+    for prompt, tokens, row in zip(PROMPTS, encoded, together, strict=True):
         assert row == without_cache(sampler, prompt, 40)
-        assert row == [token for [token] in sampler.tokens([own], 40, GREEDY)]
+        assert row == [token for [token] in sampler.tokens([tokens], 40, GREEDY)]
         assert len(set(row)) > 3
 
 
@@ -63,8 +63,8 @@ def test_a_row_draws_as_a_single_text_with_its_seed(sampler):
     encoded = [BYTES.encode(prompt).tolist() for prompt in PROMPTS]
     sampling = Sampling(seed=5, top_p=0.95)
     together = np.array(list(sampler.tokens(encoded, 12, sampling))).T.tolist()
-    for i, own in enumerate(encoded):
-        alone = sampler.tokens([own], 12, Sampling(seed=5 + i, top_p=0.95))
+    for i, tokens in enumerate(encoded):
+        alone = sampler.tokens([tokens], 12, Sampling(seed=5 + i, top_p=0.95))
         assert together[i] == [token for [token] in alone]
     other = [token for [token] in sampler.tokens(encoded[:1], 12, Sampling(seed=6, top_p=0.95))]
     assert other != together[0]
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch)
     sampler = Sampler.load(tmp_path, said.append)
     assert "is damaged" in said[0]
     assert folders(tmp_path) == before
-    [found] = [found for found in manifest.find(tmp_path) if found.step == 1]
+    [found] = [checkpoint for checkpoint in manifest.find(tmp_path) if checkpoint.step == 1]
     wanted = restoring.flatten(restoring.restore_params(found, model))
     for key, got in restoring.flatten(sampler.decoder.params).items():
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]))
@@ -168,7 +168,7 @@ def test_a_run_is_sampled_on_one_device_as_planned_and_by_processes(tmp_path, ca
     for options in ([], ["--as-planned"], ["--devices=2"], ["--launcher=local"]):
         assert main(["generate", str(run), *words, *options]) == 0
         said.append(capsys.readouterr())
-    assert len({own.out for own in said}) == 1
+    assert len({captured.out for captured in said}) == 1
     assert not list(run.glob("*.key"))
     lines = [json.loads(line) for line in said[0].out.splitlines()]
     assert [line["prompt"] for line in lines] == ["def f", ""]

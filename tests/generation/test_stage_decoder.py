@@ -74,7 +74,9 @@ def test_stages_draw_the_tokens_of_one_device_and_hold_their_layers_alone():
 
     def run(stage):
         parts = [
-            ModelPart(layers=own, mesh=meshes[stage]) for home, own in plan.chunks if home == stage
+            ModelPart(layers=its_layers, mesh=meshes[stage])
+            for home, its_layers in plan.chunks
+            if home == stage
         ]
         decoder = StageDecoder(
             model=model,

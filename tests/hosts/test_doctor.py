@@ -214,7 +214,7 @@ WRONG = {
 @pytest.mark.parametrize(("spoil", "expected"), WRONG.values(), ids=WRONG)
 def test_one_thing_wrong_is_one_finding(topology, facts, spoil, expected):
     what, level, text = expected
-    [finding] = [found for found in judge(topology, spoil(facts)) if found.level != "ok"]
+    [finding] = [one for one in judge(topology, spoil(facts)) if one.level != "ok"]
     assert (finding.what, finding.level) == (what, level)
     assert text in finding.text
     assert finding.fix

@@ -310,7 +310,7 @@ def test_a_gpu_checks_the_kernels_that_would_compute_its_layers():
     asked = ASKED | {"attention": "auto", "layers": [near, near | {"window": None}]}
     ampere = [dataclasses.replace(gpu, compute_capability="8.0") for gpu in GPUS]
     checks = lambda gpus, **changes: [
-        (own["kernels"], own["layers"]) for own in kernel_check.checks(asked | changes, gpus)
+        (check["kernels"], check["layers"]) for check in kernel_check.checks(asked | changes, gpus)
     ]
     assert checks(GPUS) == [("pallas", asked["layers"])]
     assert checks(ampere) == [("triton", asked["layers"][1:])]

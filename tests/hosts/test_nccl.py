@@ -160,9 +160,9 @@ def test_ncclls_own_files_count_as_set_in_its_order(tmp_path):
     (etc / "nccl.conf").write_text("NCCL_NET=c\nNCCL_IB_TC=106\n\nnonsense\n")
     env = {"HOME": str(home), "NCCL_IB_HCA": "a", "PATH": "/bin"}
     expected = {"NCCL_IB_HCA": "a", "NCCL_NET": "b", "NCCL_IB_TC": "106"}
-    assert nccl.own_settings(env, tmp_path) == expected
+    assert nccl.user_settings(env, tmp_path) == expected
     env["NCCL_CONF_FILE"] = str(tmp_path / "none")  # then that of the home is not read
-    assert nccl.own_settings(env, tmp_path)["NCCL_NET"] == "c"
+    assert nccl.user_settings(env, tmp_path)["NCCL_NET"] == "c"
 
 
 # ---- a worker ------------------------------------------------------------------------------------

@@ -343,12 +343,13 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     expected |= {("b-0", "a-0"): 7.5e6, ("b-0", "a-1"): 7.5e6}
     assert bit_per_s.keys() == expected.keys()
     times = json.loads((tmp_path / "t_lab_probe.json").read_text())["pairs"]
-    for own in times:
-        way = own["from"], own["to"]
+    for timing in times:
+        way = timing["from"], timing["to"]
         # If this machine is busy, times grow and never shrink: no way is faster than shaped. The
         # rate of a way leaves out the time of an empty message, which grows, too.
         of_largest = {
-            x["streams"]: 8 * x["bytes"] / statistics.median(x["seconds"]) for x in own["seconds"]
+            x["streams"]: 8 * x["bytes"] / statistics.median(x["seconds"])
+            for x in timing["seconds"]
         }
         whole = max(of_largest.values())
         assert whole < 1.1 * expected[way], way
@@ -358,7 +359,7 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     largest = measured.collectives[-1]
     assert largest.cluster == "a"
     assert 8 * largest.bandwidth_bytes_per_s < 1.1 * 100e6  # inside the cluster
-    assert {found.kind for found in measured.collectives} == set(collective_times.KINDS)
+    assert {collective.kind for collective in measured.collectives} == set(collective_times.KINDS)
     assert len(times) == 6
     assert (tmp_path / "t_lab_probe.svg").stat().st_size > 1000
     assert not list(tmp_path.glob("*.key"))
@@ -373,7 +374,10 @@ def test_collectives_are_measured_in_groups_of_a_clusters_nodes(tmp_path, capsys
     done = run_launch_here(capsys, "probe", path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     measured = loading.load(tmp_path / "t_local.yaml").measured
-    found = {(own.cluster, own.num_nodes, own.kind) for own in measured.collectives}
+    found = {
+        (collective.cluster, collective.num_nodes, collective.kind)
+        for collective in measured.collectives
+    }
     assert found == {("c", nodes, kind) for nodes in (2, 4) for kind in collective_times.KINDS}
 
 
@@ -441,8 +445,9 @@ def test_addresses_that_cannot_be_are_told_of(tmp_path):
     try:
         while "python -m launch agent" not in verb.stdout.readline():
             assert verb.poll() is None
-        for number, own in enumerate(addresses):
-            mine = {"HOLMES_PROCESS": str(number), "HOLMES_ADDRESSES": json.dumps(own)}
+        for number, addresses_of_node in enumerate(addresses):
+            said = json.dumps(addresses_of_node)
+            mine = {"HOLMES_PROCESS": str(number), "HOLMES_ADDRESSES": said}
             env = {**os.environ, **common, **mine}
             processes.append(subprocess.Popen([*command, "agent"], cwd=ROOT, env=env))
         output, _ = verb.communicate(timeout=60)

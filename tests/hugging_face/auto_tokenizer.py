@@ -35,7 +35,7 @@ def answer(folder: str, texts: list[str], dialogues: list[list[dict[str, str]]])
         "names": sorted(encoded.keys()),
         "tokens": encoded["input_ids"],
         "decoded": [
-            tokenizer.decode(own, skip_special_tokens=True) for own in encoded["input_ids"]
+            tokenizer.decode(tokens, skip_special_tokens=True) for tokens in encoded["input_ids"]
         ],
         "eos_token_id": tokenizer.eos_token_id,
         "dialogues": whole,
@@ -44,4 +44,4 @@ def answer(folder: str, texts: list[str], dialogues: list[list[dict[str, str]]])
 
 
 if __name__ == "__main__":
-    json.dump([answer(**own) for own in json.load(sys.stdin)], sys.stdout)
+    json.dump([answer(**question) for question in json.load(sys.stdin)], sys.stdout)

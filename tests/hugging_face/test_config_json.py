@@ -255,14 +255,14 @@ def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
     for changes, found in (biased, ({"scale": 2.5}, r"experts\.scale")):
         own = model_of("mixtral")
         own = dataclasses.replace(own, experts=dataclasses.replace(own.experts, **changes))
-        with pytest.raises(ConfigError, match=rf"model\.{found}"):
+        with pytest.raises(ConfigError, match=rf"model\.{message}"):
             config_json_export.write(own, "mixtral", "float32")
-    for own, family, where in (
+    for other_family, family, where in (
         ("qwen3", "qwen3_moe", "experts"),
         ("qwen3_moe", "deepseek_v3", "latent_attention"),
     ):
         with pytest.raises(ConfigError, match=rf"model\.{where}: is missing: a {family} has"):
-            config_json_export.write(model_of(own), family, "float32")
+            config_json_export.write(model_of(other_family), family, "float32")
     windows = model_of("mistral")
     with pytest.raises(ConfigError, match=r"model\.pattern"):
         config_json_export.write(windows, "llama", "float32")

@@ -40,9 +40,11 @@ def test_any_box_of_a_parameter_is_read(family: str, tmp_path, monkeypatch):
     assert weights.dtype == "BF16"
     random = np.random.default_rng(0)
     for layer, its_places in places(model, family).items():
-        for name, own in its_places.items():
-            parts = [place.to_parameter(tensors[place.tensor]).astype(np.float32) for place in own]
-            whole = parts[0] if own[0].expert is None else np.stack(parts)
+        for name, boxes in its_places.items():
+            parts = [
+                place.to_parameter(tensors[place.tensor]).astype(np.float32) for place in boxes
+            ]
+            whole = parts[0] if boxes[0].expert is None else np.stack(parts)
             ends = [np.sort(random.choice(n + 1, 2, replace=False)) for n in whole.shape]
             box = tuple((int(a), int(b)) for a, b in ends)
             expected = whole[tuple(slice(*bounds) for bounds in box)]
@@ -109,9 +111,9 @@ def test_codes_in_fp8_are_read_times_the_scales_of_their_blocks(tmp_path, monkey
     weights = folder.open_weights(where, model)
     assert weights.dtype == "F8_E4M3"
     for layer, its_places in weights.places.items():
-        for name, own in its_places.items():
-            parts = [place.to_parameter(wanted[place.tensor]) for place in own]
-            expected = parts[0] if own[0].expert is None else np.stack(parts)
+        for name, boxes in its_places.items():
+            parts = [place.to_parameter(wanted[place.tensor]) for place in boxes]
+            expected = parts[0] if boxes[0].expert is None else np.stack(parts)
             ends = [(n // 3, n) for n in expected.shape]
             found = weights.read(layer, name, tuple(ends))
             np.testing.assert_array_equal(found, expected[tuple(slice(*x) for x in ends)], name)

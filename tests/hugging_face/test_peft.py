@@ -68,7 +68,7 @@ def write_both(where, family, modules, changes=()):
     plain = dataclasses.replace(model, lora=None)
     save_file(tensors_of(family, plain), base / folder.WEIGHTS)
     whole = dict(random_layers(model, folder.open_weights(base, plain)))
-    copies = ((layer, dict(own)) for layer, own in whole.items())  # which are emptied
+    copies = ((layer, dict(values)) for layer, values in whole.items())  # which are emptied
     peft.write(out, model, family, copies, "name/of-base")
     return base, out, model, whole
 
@@ -98,7 +98,7 @@ def test_adapters_are_those_of_peft_and_come_back(family, modules, changes, tmp_
         tensors[key] = tensors[key] + (delta.T if config["fan_in_fan_out"] else delta)
     assert not adapters
     kinds = layers(model)
-    merged = ((layer, lora.merged(kinds[layer], own)) for layer, own in whole.items())
+    merged = ((layer, lora.merged(kinds[layer], values)) for layer, values in whole.items())
     plain = dataclasses.replace(model, lora=None)
     settings = export.config_of(plain, base, None, None)
     export.write(tmp_path / "merged", settings, plain, merged, max_bytes=10**9)
@@ -111,10 +111,10 @@ def test_adapters_are_those_of_peft_and_come_back(family, modules, changes, tmp_
     again = dataclasses.replace(model, lora=config, hf=str(base))
     adapters = peft.open_adapters(out, again)
     for layer, kind in layers(again).items():
-        for own in (own for own in kind.parameters if own.trains):
-            box = tuple((0, size) for size in own.shape)
+        for parameter in (parameter for parameter in kind.parameters if parameter.trains):
+            box = tuple((0, size) for size in parameter.shape)
             np.testing.assert_array_equal(
-                adapters.read(layer, own.name, box), whole[layer][own.name]
+                adapters.read(layer, parameter.name, box), whole[layer][parameter.name]
             )
 
 
@@ -198,7 +198,7 @@ def test_peft_loads_them_and_merges_them_to_the_same_weights(
 
     base, out, model, whole = write_both(tmp_path, family, modules, changes)
     kinds, plain = layers(model), dataclasses.replace(model, lora=None)
-    merged = ((layer, lora.merged(kinds[layer], own)) for layer, own in whole.items())
+    merged = ((layer, lora.merged(kinds[layer], values)) for layer, values in whole.items())
     settings = export.config_of(plain, base, None, None)
     export.write(tmp_path / "merged", settings, plain, merged, max_bytes=10**9)
     load = lambda where: AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)

@@ -134,7 +134,7 @@ def test_places_are_those_of_the_formulas_and_fill_each_tensor_once(family: str)
     back = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
     for layer, its_places in found.items():
         assert its_places.keys() == expected[layer].keys()
-        for name, place in ((name, place) for name, own in its_places.items() for place in own):
+        for name, place in ((name, place) for name, boxes in its_places.items() for place in boxes):
             parameter = place.to_parameter(tensors[place.tensor])
             assert parameter.shape == place.parameter.shape
             np.testing.assert_array_equal(parameter, place.values(expected[layer]), err_msg=name)

@@ -212,7 +212,8 @@ def test_spaces_of_an_answer_count(trim, tmp_path):
     tokens, counts = chat._encoder(data)(chat.Dialogue(dialogue), "x")
     decode = lambda own: tokenizer_files.load(path).inner.decode(own, skip_special_tokens=False)
     assert sum(counts) == 16
-    assert decode([t for t, own in zip(tokens, counts, strict=True) if own]) == f"{said}<|im_end|>"
+    learned = [t for t, counted in zip(tokens, counts, strict=True) if counted]
+    assert decode(learned) == f"{said}<|im_end|>"
     dialogue[1] = {
         "role": "assistant",
         "content": "    x",
@@ -344,15 +345,15 @@ def test_auto_tokenizer_gives_the_tokens_of_the_run(python, sources, tmp_path):
         if tokenizer.template is None:
             assert not theirs["dialogues"], name
             continue
-        for dialogue, found in zip(question["dialogues"], theirs["dialogues"], strict=True):
-            assert found["text"] == tokenizer.template.render(dialogue), name
+        for dialogue, rendered in zip(question["dialogues"], theirs["dialogues"], strict=True):
+            assert rendered["text"] == tokenizer.template.render(dialogue), name
             asks = tokenizer.template.render(dialogue[:1], add_generation_prompt=True)
-            assert found["prompt"] == asks, name
-            tokens, places = tokenizer.rendered(found["text"])
-            assert found["tokens"] == tokens, name
-            if found["counts"] is not None:
+            assert rendered["prompt"] == asks, name
+            tokens, places = tokenizer.rendered(rendered["text"])
+            assert rendered["tokens"] == tokens, name
+            if rendered["counts"] is not None:
                 counts = chat._in_answers(places, tokenizer.template.answers(dialogue)[1])
                 # Where places are trimmed, transformers loses the spaces that begin an answer.
                 trims = "byte-level" in name or "llama3" in name
-                for ours, their in zip(counts, found["counts"], strict=True):
+                for ours, their in zip(counts, rendered["counts"], strict=True):
                     assert ours == bool(their) or (ours and trims), name

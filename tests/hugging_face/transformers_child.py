@@ -77,7 +77,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     auto = importlib.import_module("transformers").AutoModelForCausalLM
     settings = {"dtype": torch.float32, "attn_implementation": "eager"}
     model, info = auto.from_pretrained(folder, output_loading_info=True, **settings)
-    return model, {name: sorted(found) for name, found in info.items() if found}
+    return model, {name: sorted(names) for name, names in info.items() if names}
 
 
 def step(folder: Path, rows: np.ndarray, gradients: Path, weights: Path) -> float:
@@ -86,7 +86,7 @@ def step(folder: Path, rows: np.ndarray, gradients: Path, weights: Path) -> floa
     model, problems = load(folder)
     assert not problems, problems
     named = dict(model.named_parameters())
-    is_map = lambda name, x: x.ndim > 1 and not any(own in name for own in EMBEDDINGS)
+    is_map = lambda name, x: x.ndim > 1 and not any(part in name for part in EMBEDDINGS)
     decays = [x for name, x in named.items() if is_map(name, x)]
     others = [x for name, x in named.items() if not is_map(name, x)]
     groups = [{"params": decays}, {"params": others, "weight_decay": 0.0}]

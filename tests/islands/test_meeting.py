@@ -26,7 +26,7 @@ def test_the_rule_is_that_of_papers(outer, count):
     wide_momentum = momentum = np.zeros_like(weights)
     for _ in range(4):
         moved = [0.1 * random.normal(size=50).astype(np.float32) for _ in range(count)]
-        of_islands = [weights + own for own in moved]
+        of_islands = [weights + move for move in moved]
         wide, wide_momentum = diloco(outer, of_islands, weights.astype(np.float64), wide_momentum)
         weights, momentum = outer_step(outer, of_islands, weights, momentum)
         assert weights.dtype == momentum.dtype == np.float32
@@ -48,25 +48,31 @@ def test_unlike_islands_meet_by_the_rule(count):
     drawn = {k: states_of(chunks, random) for k, chunks in islands.items()}
     meeting = IslandMeetings(islands, count, NESTEROV)
     states = meeting.begin(drawn)
-    owned = [numbers(own, lambda state: state.outer.weights) for own in states.values()]
-    names = [name for own in owned for name in own]
-    weights = {name: x for own in owned for name, x in own.items()}
+    owned = [
+        numbers(chunk_states, lambda state: state.outer.weights) for chunk_states in states.values()
+    ]
+    names = [name for its_weights in owned for name in its_weights]
+    weights = {name: x for its_weights in owned for name, x in its_weights.items()}
     assert sorted(names) == sorted(numbers(states[0], lambda state: state.params))  # each once
     momentum = dict.fromkeys(weights, 0.0)
     sizes = {name: x.size for name, x in weights.items()}
     for step in (1, 2):
-        of_islands = [numbers(own, lambda state: state.params) for own in states.values()]
+        of_islands = [
+            numbers(chunk_states, lambda state: state.params) for chunk_states in states.values()
+        ]
         for name in weights:
             own = [arrays[name] for arrays in of_islands]
             weights[name], momentum[name] = diloco(NESTEROV, own, weights[name], momentum[name])
         states = meeting.meet(states, step)
-        of_islands = [numbers(own, lambda state: state.params) for own in states.values()]
-        for name, own in itertools.product(weights, of_islands):
-            np.testing.assert_allclose(own[name], weights[name], rtol=0, atol=2e-6)
-            np.testing.assert_array_equal(own[name], of_islands[0][name])
-        for k, own in states.items():
+        of_islands = [
+            numbers(chunk_states, lambda state: state.params) for chunk_states in states.values()
+        ]
+        for name, of_island in itertools.product(weights, of_islands):
+            np.testing.assert_allclose(of_island[name], weights[name], rtol=0, atol=2e-6)
+            np.testing.assert_array_equal(of_island[name], of_islands[0][name])
+        for k, chunk_states in states.items():
             where = lambda tree: [x.sharding for x in jax.tree.leaves(tree)]
-            for chunk, state in zip(islands[k], own, strict=True):
+            for chunk, state in zip(islands[k], chunk_states, strict=True):
                 assert where(state.params) == where(chunk.state_shapes.params)
         sent = [0] * count
         for link, num_bytes in meeting.take_bytes().items():
@@ -74,8 +80,8 @@ def test_unlike_islands_meet_by_the_rule(count):
         assert sent == meeting_bytes(sizes, count)
         move = lambda x: x + 0.01 * random.normal(size=x.shape).astype(np.float32)
         states = {
-            k: [dataclasses.replace(s, params=jax.tree.map(move, s.params)) for s in own]
-            for k, own in states.items()
+            k: [dataclasses.replace(s, params=jax.tree.map(move, s.params)) for s in chunk_states]
+            for k, chunk_states in states.items()
         }
 
 

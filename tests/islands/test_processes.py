@@ -27,7 +27,7 @@ CLUSTERS = dict.fromkeys("abcd", (1,))
 def saved(run_dir, step):
     """The digests of all arrays of a checkpoint."""
     arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
-    return {name: own["digest"] for name, own in arrays.items()}
+    return {name: facts["digest"] for name, facts in arrays.items()}
 
 
 def assert_same_runs(one, other, streams=False):

@@ -16,7 +16,7 @@ from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer
 from holmesjax.plan.plan import Plan
-from holmesjax.planner.islands import own_config
+from holmesjax.planner.islands import island_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.planner.planner import make_plan
 from holmesjax.runtime.prefetch import Step, Validation
@@ -49,7 +49,7 @@ def trainer(folder, **more):
 def saved(run_dir, step=5):
     """The digests of all arrays of a checkpoint."""
     arrays = manifest.at(manifest.folder_of(run_dir, step)).manifest["arrays"]
-    return {name: own["digest"] for name, own in arrays.items()}
+    return {name: facts["digest"] for name, facts in arrays.items()}
 
 
 def test_one_island_that_meets_in_every_step_trains_as_a_run_without(tmp_path):
@@ -138,7 +138,7 @@ def arrays_of(run_dir, step):
     """All arrays of a checkpoint, by name."""
     checkpoint = manifest.at(manifest.folder_of(run_dir, step))
     shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
-    shapes = {name: shape(own) for name, own in checkpoint.manifest["arrays"].items()}
+    shapes = {name: shape(facts) for name, facts in checkpoint.manifest["arrays"].items()}
     return restoring._restore_tree(checkpoint, shapes)
 
 
@@ -221,7 +221,7 @@ def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():
     plan = make_plan(config, make_topology(*clusters))
     assert [island.recomputed_layers for island in plan.islands] == [(), ()]
     assert {island.activation_checkpointing for island in plan.islands} == {"full"}
-    assert make_plan(own_config(config, 2), make_topology(clusters[0])).recomputed_layers == (1,)
+    assert make_plan(island_config(config, 2), make_topology(clusters[0])).recomputed_layers == (1,)
 
 
 def test_islands_are_explained_beside_a_pipeline():

@@ -127,8 +127,8 @@ def test_each_device_updates_its_own_parts():
     shapes = {(32, 8, 128): P("fsdp", "tensor"), (256,): P(), (6, 10): P("tensor")}
     leaves = [leaf_kept("int8", 0, *shape) for shape in shapes]
     specs = [
-        jax.tree.map(lambda _, own=own: own, x)
-        for x, own in zip(leaves, shapes.values(), strict=True)
+        jax.tree.map(lambda _, spec=spec: spec, x)
+        for x, spec in zip(leaves, shapes.values(), strict=True)
     ]
     run = lambda leaves, gradients, told: adamw_on_shards(
         leaves, gradients, told, [HERE] * 3, mesh, specs

@@ -194,8 +194,8 @@ def test_a_product_of_an_activation_computes_it_again(activation, count):
     np.testing.assert_array_equal(y, want_y)
     assert largest == want_largest
     np.testing.assert_array_equal(dw, want_dw)
-    for found, want in zip(dinner, *through(dhidden), strict=True):
-        np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
+    for got, want in zip(dinner, *through(dhidden), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
     kept = jax.tree.leaves(pullback)
     assert not [x for x in kept if x.shape == hidden.shape and np.array_equal(x, hidden)]
 

@@ -105,8 +105,8 @@ def classes(namespace: str, device: str) -> dict[tuple[int, str], int]:
 def carriers(before, after, num_bytes) -> set[tuple[int, str]]:
     """The leaf classes through which bytes have gone; acknowledgements are a few of these."""
     grown = {name: sent - before.get(name, 0) for name, sent in after.items() if name[0] != NIC}
-    assert all(not num_bytes / 4 < own < num_bytes for own in grown.values()), grown
-    return {name for name, own in grown.items() if own >= num_bytes}
+    assert all(not num_bytes / 4 < sent_bytes < num_bytes for sent_bytes in grown.values()), grown
+    return {name for name, sent_bytes in grown.items() if sent_bytes >= num_bytes}
 
 
 def says_nothing(made: Commands, node, address) -> bool:

@@ -75,7 +75,7 @@ def other_values(path):
         )
     elif path.suffix == ".yaml":
         lines = path.read_text().splitlines()
-        names = dict.fromkeys(own.partition(":")[0] for own in lines if own[:1].isalpha())
+        names = dict.fromkeys(line.partition(":")[0] for line in lines if line[:1].isalpha())
         path.write_text("".join(f"{name}: -5\n" for name in names))
     else:
         path.write_text('{"step": -5}\n{"step": "two"}\n')

@@ -124,5 +124,5 @@ def test_the_job_of_a_site_fits_the_schema_of_jobs():
     [container] = job["spec"]["template"]["spec"]["containers"]
     names = {mount["name"] for mount in container["volumeMounts"]}
     assert names == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
-    variables = {own["name"]: own["value"] for own in container["env"]}
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
     assert len(variables["HOLMES_PROCESSES"].split(",")) == job["spec"]["completions"]

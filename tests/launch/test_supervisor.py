@@ -331,7 +331,7 @@ def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
     with pytest.raises(PeerError, match="it goes back to its last checkpoint") as error:
         supervisor.run()
     assert (error.value.exit_status, launcher.starts) == (75, 1)
-    assert [own.sequences for own in skipped_data.read(tmp_path / "run")] == [16]
+    assert [part.sequences for part in skipped_data.read(tmp_path / "run")] == [16]
 
 
 def test_what_one_process_alone_cannot_read_is_no_damage(tmp_path, no_pause, capsys):

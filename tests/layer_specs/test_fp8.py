@@ -97,9 +97,9 @@ def test_every_plan_trains_as_one_device(fp8, plan):
             for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
                 want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
                 assert_near(got, want, FLIPPED_RTOL, str(path))
-        for layer, own in on_host(states, "fixed").items():
-            assert_near(own["fp8"]["maxima_ST"], maxima[layer], 1e-4, layer)
-            assert np.count_nonzero(own["fp8"]["maxima_ST"][:, ::-1].all(0)) == step + 1
+        for layer, values in on_host(states, "fixed").items():
+            assert_near(values["fp8"]["maxima_ST"], maxima[layer], 1e-4, layer)
+            assert np.count_nonzero(values["fp8"]["maxima_ST"][:, ::-1].all(0)) == step + 1
     clock.close()
     assert bool(on_host(states, "fixed")) == (fp8.scaling == "delayed")
 
@@ -135,7 +135,7 @@ def dots(model, layer):
         return pullback(out)
 
     text = jax.jit(both).lower(own, x, token).as_text()
-    return Counter(tuple(sorted(found)) for found in DOT.findall(text))
+    return Counter(tuple(sorted(dims)) for dims in DOT.findall(text))
 
 
 def test_all_products_of_a_block_are_of_fp8_operands_and_no_others():
@@ -185,18 +185,21 @@ def test_no_microbatch_codes_a_weight_or_transposes_codes(cut):
     texts = [text_of(forward, fixed, replicas, None, batch), text_of(backward, *held, dy)]
     again = 6 * ("checkpointing" in cut)  # a backward does not read the result of `down`
     for text, counts in zip(texts, [(7, 0), (again, 14)], strict=True):
-        found = Counter((*own[:2], *sorted(own[2:])) for own in FP8_DOT.findall(text))
+        found = Counter((*product[:2], *sorted(product[2:])) for product in FP8_DOT.findall(text))
         assert found == +Counter(dict(zip(PRODUCTS, counts, strict=True)))
         assert not re.search(r"transpose .*xf8", text)
-    weights = [own for own in chunk.held["block_000"].values() if isinstance(own, ops.Coded)]
-    shapes = ["x".join(map(str, own.shape)) for w in weights for own in (w.codes, w.transposed)]
+    weights = [
+        weight for weight in chunk.held["block_000"].values() if isinstance(weight, ops.Coded)
+    ]
+    shapes = ["x".join(map(str, codes.shape)) for w in weights for codes in (w.codes, w.transposed)]
     assert len(weights) == 7
     coded = lambda text: Counter(re.findall(r"convert .* -> tensor<(\w+)xf8E4M3FN>", text))
     assert coded(gather) == Counter(f"1x{shape}" for shape in shapes)
     # The numbers are transposed, and not their codes: both are made in one kernel.
     assert not re.search(r"transpose .*xf8", gather)
     assert gather.count("@LayoutConstraint") == 2 * len(weights)
-    assert not any(shape.endswith(own) for text in texts for shape in coded(text) for own in shapes)
+    of_steps = [shape for text in texts for shape in coded(text)]
+    assert not any(shape.endswith(gathered) for shape in of_steps for gathered in shapes)
 
 
 def test_a_layer_that_knows_no_fp8_is_refused():
@@ -210,8 +213,8 @@ def test_a_layer_that_knows_no_fp8_is_refused():
 def test_costs_know_fp8():
     plain = dataclasses.replace(MODEL, fp8=None)
     [block], [before] = kinds(MODEL).blocks, kinds(plain).blocks
-    assert {own.dtype for own in layer_products(block, 8)} == {"float8"}
-    assert {own.dtype for own in layer_products(kinds(MODEL).head, 8)} == {""}
+    assert {product.dtype for product in layer_products(block, 8)} == {"float8"}
+    assert {product.dtype for product in layer_products(kinds(MODEL).head, 8)} == {""}
     assert train_flop(MODEL, 8) == train_flop(plain, 8)
     assert block.kept == dataclasses.replace(before.kept, codes=PerToken(2 * MODEL.width))
     assert block.size() - before.size() == 4 * HISTORY

@@ -71,12 +71,13 @@ def test_what_trains_trains_as_with_all_and_the_rest_stays(model, plan):
         for path, x in jax.tree_util.tree_leaves_with_path(state.fixed):
             np.testing.assert_array_equal(x, at(params, path), str(path))
     trained = {
-        f"{layer}/{own.name}"
+        f"{layer}/{parameter.name}"
         for layer, kind in kinds.items()
-        for own in kind.parameters
-        if own.trains
+        for parameter in kind.parameters
+        if parameter.trains
     }
-    assert seen == trained < {f"{n}/{own.name}" for n in kinds for own in kinds[n].parameters}
+    names = {f"{n}/{parameter.name}" for n in kinds for parameter in kinds[n].parameters}
+    assert seen == trained < names
     squares = sum(
         np.square(x).sum()
         for path, x in jax.tree_util.tree_leaves_with_path(gradient)

@@ -86,8 +86,8 @@ def scale_of(lora, layer, name):
 def merged(model, base, adapters):
     """Weights plus s A B: nothing of the layers' own adapters is in it."""
     whole = {}
-    for layer, own in base.items():
-        whole[layer] = dict(own)
+    for layer, weights in base.items():
+        whole[layer] = dict(weights)
         shared = {}
         for name, (dims, product) in WEIGHTS.items():
             if adapter := adapters[layer].get(f"{name}_lora"):
@@ -95,7 +95,7 @@ def merged(model, base, adapters):
                 delta = scale_of(model.lora, layer, name) * jnp.einsum(
                     product, shared["a"], shared["b"]
                 )
-                whole[layer][f"{name}_{dims}"] = own[f"{name}_{dims}"] + delta
+                whole[layer][f"{name}_{dims}"] = weights[f"{name}_{dims}"] + delta
     return whole
 
 
@@ -131,9 +131,9 @@ def test_gradients_equal_those_of_merged_weights(model, plan):
     seen = {}
     for state in states:  # with beta1 = 0 the first moment is the gradient
         seen |= jax.tree.map(np.asarray, state.opt_state.mu)
-        for layer, own in state.fixed.items():
-            of_base = {name: base[layer][name] for name in own}  # or a copy of the table alone
-            jax.tree.map(np.testing.assert_array_equal, own, of_base)
+        for layer, frozen in state.fixed.items():
+            of_base = {name: base[layer][name] for name in frozen}  # or a copy of the table alone
+            jax.tree.map(np.testing.assert_array_equal, frozen, of_base)
     assert jax.tree.structure(seen) == jax.tree.structure(gradient)
     for (path, want), got in zip(
         jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(seen), strict=True
@@ -167,7 +167,7 @@ def test_residuals_are_those_that_jax_keeps(model, policy):
         pullback = jax.vjp(lambda *args: run(*args, base), adapters, x_BLD)[1]
         return Residuals.of(pullback, (adapters, base)).arrays
 
-    base, adapters = (own[block_name(0)] for own in apart(init_params(model, SEED)))
+    base, adapters = (values[block_name(0)] for values in apart(init_params(model, SEED)))
     arrays = jax.tree.leaves(jax.eval_shape(kept, adapters, base, x_BLD))
     found = sum(array.size * array.dtype.itemsize for array in arrays)
     stage = shape_of(sequences=3, checkpointing=policy)

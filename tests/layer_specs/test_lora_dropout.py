@@ -120,7 +120,7 @@ def plain_step():
     base, adapters = random_bs(MODEL)
     inputs = {name: x for name, x in step_inputs(8, 0).items() if name != "segment_BL"}
     run = jax.jit(jax.value_and_grad(plain_loss))
-    (loss, gradient), (whole, _) = (run(adapters, base, inputs, own) for own in (True, False))
+    (loss, gradient), (whole, _) = (run(adapters, base, inputs, trains) for trains in (True, False))
     return float(loss), gradient, float(whole)
 
 
@@ -151,7 +151,7 @@ def test_every_plan_drops_the_same(plan):
 
 def test_what_is_dropped_is_drawn_again():
     """But for one byte for each number of the feed-forward, stated as half a number of bfloat16."""
-    base, adapters = (own[block_name(1)] for own in random_bs(MODEL))
+    base, adapters = (values[block_name(1)] for values in random_bs(MODEL))
     narrow = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
     x_BLD = jnp.zeros((3, 16, 32), jnp.bfloat16)
     base, adapters = narrow(base), narrow(adapters)

@@ -86,7 +86,9 @@ PUBLISHED_SETTINGS = {
 
 
 def test_presets_have_their_published_lengths_and_rotary_settings():
-    published = {name: own for names, own in PUBLISHED_SETTINGS.items() for name in names.split()}
+    published = {
+        name: settings for names, settings in PUBLISHED_SETTINGS.items() for name in names.split()
+    }
     assert published.keys() == dict(PUBLISHED).keys()
     for name, wanted in published.items():
         model = ModelConfig(**configs.preset(name))

@@ -200,9 +200,11 @@ def test_auxiliary_losses_reach_all_gradients_and_all_stages(plan):
             want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
             assert_near(got, want, RTOL, str(path))
             seen.append(path[-1].key)
-        for layer, own in state.fixed.items():
-            np.testing.assert_array_equal(own["mix_DF"], fixed[layer]["mix_DF"])
-            assert_near(own["balance"]["shift_F"], after[layer]["balance"]["shift_F"], RTOL, layer)
+        for layer, frozen in state.fixed.items():
+            np.testing.assert_array_equal(frozen["mix_DF"], fixed[layer]["mix_DF"])
+            assert_near(
+                frozen["balance"]["shift_F"], after[layer]["balance"]["shift_F"], RTOL, layer
+            )
     assert len(seen) == len(jax.tree.leaves(gradient))
     assert not {"mix_DF", "shift_F"} & set(seen)
 

@@ -164,7 +164,7 @@ def test_the_end_of_a_child_is_told_while_its_own_child_holds_its_output_open(tm
                 lines.append((number, record.line))
     finally:
         children.end()
-        for own in tmp_path.iterdir():
-            os.killpg(int(own.read_text()), signal.SIGKILL)
+        for pid_file in tmp_path.iterdir():
+            os.killpg(int(pid_file.read_text()), signal.SIGKILL)
     assert told == {0: 3, 1: 4}
     assert {(0, "last words"), (1, "last words")} <= set(lines)

@@ -469,7 +469,7 @@ def test_a_launcher_that_is_woken_behind_its_successor_leaves_without_a_write(
     assert "has lost its lease to another process" in output
     assert "with epoch 2; this process has 1" in output
     assert "Traceback" not in output
-    assert [own["step"] for own in metrics.read(run_dir)][-2:] == [done + 1, done + 2]
+    assert [record["step"] for record in metrics.read(run_dir)][-2:] == [done + 1, done + 2]
 
 
 def state(folder):

@@ -91,7 +91,9 @@ def test_a_step_with_dropout_and_a_tied_table_is_that_of_one_device(plan):
     loss, gradient, undrawn = plain_step()
     runner = make_runner(plan, make_chunks(MODEL, plan))
     states, clock = runner.init(SEED), Clock(len(plan.stages))
-    tables = [np.asarray(own.params[EMBED]["token_VD"]) for own in (states[0], states[-1])]
+    tables = [
+        np.asarray(of_stage.params[EMBED]["token_VD"]) for of_stage in (states[0], states[-1])
+    ]
     np.testing.assert_array_equal(*tables)
     found = runner.evaluate(states, put(runner, step_inputs(8, 0), trains=False))
     assert float(found) / (8 * MODEL.context_length) == pytest.approx(float(undrawn), rel=RTOL)
@@ -111,8 +113,8 @@ def test_a_step_with_dropout_and_a_tied_table_is_that_of_one_device(plan):
 def test_the_planner_counts_a_table_at_both_ends_once_and_masks():
     kinds = layers(MODEL)
     assert kinds[HEAD].borrows == (TABLE,)
-    assert [own.name for own in kinds[HEAD].parameters] == ["scale_D"]
-    assert [own.columns for own in kinds[HEAD].products] == [256]
+    assert [parameter.name for parameter in kinds[HEAD].parameters] == ["scale_D"]
+    assert [product.columns for product in kinds[HEAD].products] == [256]
     assert kinds["block_000"].draws
     assert not kinds[EMBED].draws
     undrawn = layers(

@@ -63,9 +63,12 @@ def loss_of(logits):
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers(family):
     golden, wanted = GOLDEN[family], family_oracle.logits(family, tensors(family), TOKENS)
-    stated = [own for kind in layers(MODELS[family]).values() for own in kind.parameters]
+    stated = [
+        parameter for kind in layers(MODELS[family]).values() for parameter in kind.parameters
+    ]
     of_run = (COUNT, STEPS)
-    assert sum(own.size() for own in stated if own.name not in of_run) == golden.parameters
+    sizes = [parameter.size() for parameter in stated if parameter.name not in of_run]
+    assert sum(sizes) == golden.parameters
     got, _ = logits_of(family, arrays_of(TOKENS))
     for name, logits in (("oracle", wanted), ("ours", np.float64(got))):
         assert np.abs(logits[-1, :4] - golden.last).max() < NEAR, name

@@ -24,14 +24,14 @@ MODEL = make_model(**SIZES, module="tests.own_models:image_model")
 
 
 def dims(layer):
-    return {own.name: own.dims for own in layers(MODEL)[layer].parameters}
+    return {parameter.name: parameter.dims for parameter in layers(MODEL)[layer].parameters}
 
 
 def test_axes_come_from_the_metadata_of_a_module():
     encoder, mixer = dims(block_name(0)), dims(block_name(1))
     assert (encoder["Dense_0/kernel"], encoder["Dense_1/kernel"]) == ("DF", "FD")
     assert mixer["numbers/kernel"] == "DF"
-    assert {own for name, own in mixer.items() if name != "numbers/kernel"} == {"W", "WW"}
+    assert {axes for name, axes in mixer.items() if name != "numbers/kernel"} == {"W", "WW"}
     assert [kind.name for kind in layers(MODEL).values()] == [
         "Patches",
         "Encoder",
@@ -62,7 +62,7 @@ def test_a_step_on_cut_stages_is_that_of_flax_on_one_device():
     plan = hand_made_plan((1, 1), (1, 2), (2, 1), fsdp=2, microbatches=2, checkpointing="none")
     runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
     states, clock = runner.init(SEED), Clock(len(plan.stages))
-    params = {layer: own for state in states for layer, own in state.params.items()}
+    params = {layer: values for state in states for layer, values in state.params.items()}
     params = jax.tree.map(np.asarray, params)
     arrays = own_models.images()["train"]
     host = {name: array[: plan.global_batch] for name, array in arrays.items()}
@@ -74,7 +74,7 @@ def test_a_step_on_cut_stages_is_that_of_flax_on_one_device():
     states, found = runner.train_step(states, inputs, clock.timeline())
     clock.close()
     assert float(found["loss"]) == pytest.approx(float(loss), rel=RTOL)
-    got = {layer: own for state in states for layer, own in state.opt_state.mu.items()}
+    got = {layer: moments for state in states for layer, moments in state.opt_state.mu.items()}
     for path, wanted in jax.tree_util.tree_leaves_with_path(gradient):
         own = got
         for key in path:

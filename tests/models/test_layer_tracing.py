@@ -49,12 +49,12 @@ def trace(run, kind, inputs):
     traced = layer_tracing.trace(
         run,
         shapes_of(kind),
-        [own.dims for own in parameters],
+        [parameter.dims for parameter in parameters],
         inputs,
         num_tokens=SEQUENCES * LENGTH,
         is_middle=kind.place == "middle",
     )
-    uses = dict(zip((own.name for own in parameters), traced.uses, strict=True))
+    uses = dict(zip((parameter.name for parameter in parameters), traced.uses, strict=True))
     statements = {
         field.name: getattr(traced, field.name)
         for field in dataclasses.fields(traced)
@@ -83,7 +83,7 @@ def traced(model, layer):
 def test_programs_say_what_the_closed_forms_say(model, layer):
     stated = layers(model)[layer]
     found, uses = traced(model, layer)
-    assert uses == {own.name: own.use for own in stated.parameters}
+    assert uses == {parameter.name: parameter.use for parameter in stated.parameters}
     if model.window is None or layer != block_name(0):
         flop = [layer_forward_flop(kind, LENGTH, 1) for kind in (found, stated)]
         assert flop[0] == flop[1]
@@ -108,7 +108,7 @@ def test_what_tensor_cuts_is_seen(model):
     found, _ = traced(model, block_name(0))
     flop = [sum(p.flop for p in layer_products(kind, 1, 2)) for kind in (found, stated)]
     assert flop[0] == flop[1]
-    assert all(own.is_cut for own in found.mixes)
+    assert all(mix.is_cut for mix in found.mixes)
     # Of what moves, norms and sums of the residual stream are whole: 12 D.
     assert found.moved.whole == pytest.approx(stated.moved.whole, rel=0.3)
     needed = [kind.needed.whole + kind.needed.cut for kind in (found, stated)]
@@ -148,7 +148,10 @@ def test_a_product_that_mixes_tokens():
     assert found.kept.input == PerToken(D)
     # The second product needs the result of the first, C D numbers of a sequence.
     assert found.kept.products.cut == round(C * D / LENGTH)
-    assert {(own.numbers, own.forward, own.backward) for own in found.collectives} == {(D, 1, 1)}
+    assert {
+        (collective.numbers, collective.forward, collective.backward)
+        for collective in found.collectives
+    } == {(D, 1, 1)}
 
 
 def test_heads_that_are_merged_before_a_product():
@@ -187,4 +190,4 @@ def test_a_convolution():
 
     found = by_hand(conv, {"w": (3, D, D)}, ["WWF"])
     assert found.products == (WeightProduct(3 * D, D, "columns", 1.0),)
-    assert [own.backward for own in found.collectives] == [1]
+    assert [collective.backward for collective in found.collectives] == [1]

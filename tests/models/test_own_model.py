@@ -120,8 +120,8 @@ def plain_records(run_file):
     params = jax.tree.map(jnp.asarray, initial(model, config.train.seed))
     decays = {layer: layer != EMBED for layer in params}
     is_decayed = {
-        layer: jax.tree.map(lambda x, own=own: own and x.ndim > 1, params[layer])
-        for layer, own in decays.items()
+        layer: jax.tree.map(lambda x, decay=decay: decay and x.ndim > 1, params[layer])
+        for layer, decay in decays.items()
     }
     update = optax.chain(
         optax.clip_by_global_norm(c.clip_norm),

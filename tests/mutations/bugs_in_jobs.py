@@ -364,7 +364,7 @@ JOBS = (
     Bug(
         name="one-reader-is-enough",
         module="holmesjax.checkpoints.manifest",
-        old="                confirm(found, error)\n",
+        old="                confirm(candidate, error)\n",
         new="",
         wrong="what one process cannot read is set aside",
         tests=(
@@ -424,8 +424,8 @@ JOBS = (
     Bug(
         name="small-copies-count-again",
         module="holmesjax.checkpoints.digests",
-        old="if own.replica_id == 0]",
-        new="if own.replica_id >= 0]",
+        old="if shard.replica_id == 0",
+        new="if shard.replica_id >= 0",
         wrong="a small shard that several devices hold counts several times",
         tests=(
             "tests/checkpoints/test_digests.py::test_digests_are_those_computed_by_hand_on_every_mesh",

@@ -35,7 +35,7 @@ def test_each_device_holds_what_the_memory_says(data, tensor, fsdp):
 
 def test_a_mean_over_a_dim_is_cut_as_the_other_dims_are():
     state = chunk_of(2, 2, 2).state_shapes.opt_state
-    [squares] = [own for name, own in state.direction.squares.items() if "block" in name]
+    [squares] = [values for name, values in state.direction.squares.items() if "block" in name]
     specs = lambda own: tuple(x.sharding.spec for x in own)
     assert specs(squares["up_DF"]) == (P(PARTS), P("tensor"))
     assert specs(squares["down_FD"]) == (P("tensor"), P(PARTS))

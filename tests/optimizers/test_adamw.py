@@ -70,8 +70,8 @@ def test_a_rate_rises_falls_and_ends_at_its_final_fraction(schedule, steps, warm
     by_tokens = {"schedule_by": "tokens", "warmup_tokens": warmup * whole // 2 or None}
     by_tokens["decay_tokens"] = decay * whole // 2 if schedule == "wsd" else None
     growing = StepTokens(whole, ((min(begun, steps - 1), 0.5),))
-    for own, tokens in ((by_steps, None), (by_tokens, growing)):
-        config, n = OptimizerConfig(**final, **own), np.arange(steps + 2)
+    for of_schedule, tokens in ((by_steps, None), (by_tokens, growing)):
+        config, n = OptimizerConfig(**final, **of_schedule), np.arange(steps + 2)
         rate = np.broadcast_to(plain_learning_rate(config, steps, n, tokens=tokens), n.shape)
         np.testing.assert_allclose(rate[steps - 1 :], 0.1, rtol=1e-12)
         top = int(np.argmax(rate[:-3])) if steps > 1 else 0

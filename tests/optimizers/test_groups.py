@@ -43,8 +43,8 @@ def test_updates_are_those_of_optax_partitions(name):
     )
     ours = make_optimizer(config, 10, stated(params))
     labels = jax.tree.map(str, WANTED, is_leaf=leaf)
-    every = {str(own): own for own in jax.tree.leaves(WANTED, is_leaf=leaf)}
-    rules = {label: TRANSFORMATIONS[name](*own) for label, own in every.items()}
+    every = {str(rule): rule for rule in jax.tree.leaves(WANTED, is_leaf=leaf)}
+    rules = {label: TRANSFORMATIONS[name](*rule) for label, rule in every.items()}
     theirs = optax.partition(rules, labels)
     got, state = params, ours.init(params)
     want, their_state = params, theirs.init(params)

@@ -43,7 +43,11 @@ def test_the_forecast_ends_when_the_plan_says(name):
     plan = ALL[name]()
     tasks = forecast.tasks(plan)
     assert max(task["end_s"] for task in tasks) == pytest.approx(plan.step_time_s, rel=1e-9)
-    expected = {(s, t.kind, t.microbatch) for s, own in enumerate(plan.tasks()) for t in own}
+    expected = {
+        (s, t.kind, t.microbatch)
+        for s, tasks_of_stage in enumerate(plan.tasks())
+        for t in tasks_of_stage
+    }
     found = {(t["stage"], t["kind"], t["microbatch"]) for t in tasks if t["kind"] in "FBW"}
     assert found == expected
     assert [t["stage"] for t in tasks if t["kind"] == "U"] == list(range(len(plan.stages)))

@@ -222,8 +222,8 @@ class Definition:
         p = len(stages)
         return [
             [
-                self.times(seat, m, policy, own, s + c == 0, s == p - 1 and c == v - 1)
-                for c, own in enumerate(chunks)
+                self.times(seat, m, policy, counts, s + c == 0, s == p - 1 and c == v - 1)
+                for c, counts in enumerate(chunks)
             ]
             for s, (seat, chunks) in enumerate(zip(stages, self.chunks(layers, v), strict=True))
         ]
@@ -232,10 +232,10 @@ class Definition:
         p = len(stages)
         tasks = cached_schedule(name, p, m, v, in_flight)
         ends = [(s == 0, s == p - 1) for s in range(p)]
-        blocks = [tuple(map(sum, zip(*own, strict=True))) for own in self.chunks(layers, v)]
+        blocks = [tuple(map(sum, zip(*counts, strict=True))) for counts in self.chunks(layers, v)]
         for s, (seat, n) in enumerate(zip(stages, layers, strict=True)):
             shares = tuple(c / n for c in chunk_sizes(n, v))
-            held = [cached_in_flight(tasks[s], own) for own in (shares, (0,) * (v - 1) + (1,))]
+            held = [cached_in_flight(tasks[s], parts) for parts in (shares, (0,) * (v - 1) + (1,))]
             if not self.fits(seat, m, policy, blocks[s], *ends[s], v, *held):
                 return math.inf
         of_stages = self.chunk_times(stages, layers, m, policy, v)
@@ -245,8 +245,8 @@ class Definition:
         # does W, which ends a split backward.
         sends_within = lambda s: s == 0 and (p > 1 or m == 1)
         whole = [
-            self.times(seat, m, policy, own, *end)
-            for seat, own, end in zip(stages, blocks, ends, strict=True)
+            self.times(seat, m, policy, block, *end)
+            for seat, block, end in zip(stages, blocks, ends, strict=True)
         ]
         clusters = tuple(self.topology.cluster_of(seat.nodes[0]).name for seat in stages)
         pipes = self.pipes(clusters, m, v > 1) if self.topology.uplinks else {}
@@ -276,7 +276,7 @@ class Definition:
         """
         p, num_layers = len(stages), self.config.model.num_layers
         if math.isinf(limit_s):
-            yield from (own for own in compositions(num_layers, p) if min(own) >= v)
+            yield from (split for split in compositions(num_layers, p) if min(split) >= v)
             return
         assert len(self.kinds) == 1, "the limit knows layers of one kind"
         ways_s = [

@@ -158,7 +158,7 @@ def test_the_recipe_with_documents_names_what_will_compute_attention_and_its_pri
     # A plan of the same stages with plain JAX is as much slower as its attention.
     plain = dataclasses.replace(config, kernels=KernelsConfig(attention="reference"))
     other = dataclasses.replace(problem, config=plain, stage_costs=StageCosts(plain))
-    stages = [as_plan(own, chosen, 0.0).stages for own in (problem, other)]
+    stages = [as_plan(each, chosen, 0.0).stages for each in (problem, other)]
     slow_rows = stage_attention(other, chosen)
     for fused, slow, row, slow_row in zip(*stages, rows, slow_rows, strict=True):
         assert slow_row.what == "plain JAX (kernels.attention asks for it)"
@@ -250,7 +250,7 @@ def test_data_parallelism_over_two_clusters_goes_at_the_speed_of_their_link():
     config = make_config(parallel={})
     found = explain._data_parallel(config, two)
     on_all = [ParallelConfig(stages=1, tensor=1, data=16 // n, fsdp=n) for n in (1, 4, 16)]
-    plans = [make_plan(dataclasses.replace(config, parallel=own), one) for own in on_all]
+    plans = [make_plan(dataclasses.replace(config, parallel=parallel), one) for parallel in on_all]
     assert found.step_s == pytest.approx(min(plan.step_time_s for plan in plans), rel=0.01)
 
 
@@ -331,7 +331,7 @@ def test_a_faster_link_brings_its_nics_and_its_measured_pairs_with_it(tmp_path):
     path.write_text(IB_ROCE.read_text() + pairs)
     before = loading.load(path)
     collected = lambda topology: [
-        8e-9 * own.bandwidth_bytes_per_s for own in topology.measured.collectives
+        8e-9 * collective.bandwidth_bytes_per_s for collective in topology.measured.collectives
     ]
     rates = lambda topology: {
         pair: topology.link(*pair).bandwidth_bytes_per_s / before.link(*pair).bandwidth_bytes_per_s

@@ -186,7 +186,9 @@ def least_stages(problem, settings):
                 if p in found or p > problem.num_layers:
                     continue
                 order = TaskOrder("1f1b", p, settings.microbatches)
-                tried = [Assignment(segments, own) for own in compositions(problem.num_layers, p)]
+                tried = [
+                    Assignment(segments, layers) for layers in compositions(problem.num_layers, p)
+                ]
                 if min(step_seconds(problem, tried, settings, order)) < math.inf:
                     found.add(p)
     return found

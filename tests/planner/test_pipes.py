@@ -104,7 +104,7 @@ def event_step_s(plan, topology) -> float:
     seconds = [stage.task_seconds for stage in plan.stages]
     names = [stage.cluster for stage in plan.stages]
     waiting = [list(tasks) for tasks in plan.tasks()]
-    idle_from = [own.gather_s for own in seconds]
+    idle_from = [task_seconds.gather_s for task_seconds in seconds]
     busy: list = [None] * p  # (end, task)
     here = [set() for _ in range(p)]  # inputs: (kind, microbatch, virtual stage that reads it)
     queues: dict = {}  # (source, target) -> inputs on their way
@@ -123,11 +123,11 @@ def event_step_s(plan, topology) -> float:
         pairs = lambda ways: sum(map(num_pairs, ways))
         while rest := [way for way in active if way not in found]:  # the slowest first
             parts = {way: cap(way).bandwidth_bytes_per_s for way in rest}
-            for pipe, own in users.items():
-                taken = math.fsum(num_pairs(way) * found[way] for way in own if way in found)
-                for way in own:
+            for pipe, pipe_ways in users.items():
+                taken = math.fsum(num_pairs(way) * found[way] for way in pipe_ways if way in found)
+                for way in pipe_ways:
                     if way in parts:
-                        part = (pipe.reached_bytes_per_s - taken) / pairs(set(own) & {*rest})
+                        part = (pipe.reached_bytes_per_s - taken) / pairs(set(pipe_ways) & {*rest})
                         parts[way] = min(parts[way], part)
             slowest = min(rest, key=parts.get)
             found[slowest] = parts[slowest]

@@ -77,7 +77,7 @@ def test_devices_share_sequences_of_layers_with_windows():
     plan = make_plan(make_config(model=model, context=2, tensor=1), two_clusters())
     assert all(stage.mesh["context"] == 2 for stage in plan.stages)
     dense = make_plan(make_config(context=2, tensor=1), two_clusters())
-    sent = [sum(stage.seconds["context"] for stage in own.stages) for own in (plan, dense)]
+    sent = [sum(stage.seconds["context"] for stage in each.stages) for each in (plan, dense)]
     assert 0 < sent[0] <= sent[1]
 
 

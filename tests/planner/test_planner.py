@@ -357,11 +357,11 @@ def test_chunks_of_the_loss_are_as_large_as_the_plan_leaves_room():
     logits_bytes = (4 + 2) * 16 * 4096 * 32_000
     assert held_bytes[1024] - held_bytes[512] == pytest.approx(logits_bytes * (1 / 8 - 1 / 16))
     assert held_bytes[2048] - held_bytes[1024] == pytest.approx(logits_bytes * (1 / 4 - 1 / 8))
-    for mib, found in ((512, None), (1024, 2**30), (2048, 2**31)):
+    for mib, logit_bytes in ((512, None), (1024, 2**30), (2048, 2**31)):
         gib = 1.001 * held_bytes[mib] / USABLE_MEMORY / GIB
         plan = make_plan(config, one_device(gib))
         [stage] = plan.stages
-        assert stage.logit_bytes == found
+        assert stage.logit_bytes == logit_bytes
         assert Plan.from_json(plan.to_json()) == plan
     assert ", 2 GiB of logits at a time" in "\n".join(describe(plan))
     [chunk] = make_chunks(config.model, plan)

@@ -38,9 +38,9 @@ for path in sys.argv[1:]:
 
 def by_family():
     """The largest preset, and in make test-all the others, a process for each family."""
-    yield pytest.param([own for own in PUBLISHED if own[0] == LARGEST], id=LARGEST)
+    yield pytest.param([preset for preset in PUBLISHED if preset[0] == LARGEST], id=LARGEST)
     for family, presets in itertools.groupby(PUBLISHED, lambda own: re.match("[a-z]+", own[0])[0]):
-        others = [own for own in presets if own[0] != LARGEST]
+        others = [preset for preset in presets if preset[0] != LARGEST]
         yield pytest.param(others, id=family, marks=pytest.mark.exhaustive)
 
 
@@ -61,7 +61,7 @@ def test_presets_are_planned_on_two_clusters_without_jax(presets, tmp_path):
     for (name, parameters), path in zip(presets, paths, strict=True):
         model, plan = ModelConfig(**configs.preset(name)), Plan.load(path.with_suffix(".json"))
         topology = loading.load(configs.topology_path(configs.load(path), path))
-        device = {own.name: own.nodes[0].device for own in topology.clusters}
+        device = {cluster.name: cluster.nodes[0].device for cluster in topology.clusters}
         assert [stage.cluster for stage in plan.stages] == ["a100", "h100"], name
         assert plan.num_layers == model.num_layers, name  # `load` refuses layers twice
         held = 0.0

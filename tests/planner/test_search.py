@@ -221,7 +221,9 @@ def test_every_split_for_which_there_is_memory_is_looked_at(where):
     found = {split.layers for split in search_all._splits(segments, settings, kind)}
     tried = [Assignment(segments, layers) for layers in compositions(6, 3)]
     seconds = step_seconds(problem, tried, settings, order)
-    assert found == {own.layers for own, s in zip(tried, seconds, strict=True) if s < math.inf}
+    assert found == {
+        assignment.layers for assignment, s in zip(tried, seconds, strict=True) if s < math.inf
+    }
     assert 0 < len(found) < len(tried)
 
 

@@ -39,7 +39,7 @@ def write(folder, name, records, *overrides):
     config, run_dir = configs.load(run_file, overrides), folder / name
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(configs.to_yaml(config))
-    (run_dir / metrics.FILE).write_text("".join(json.dumps(own) + "\n" for own in records))
+    (run_dir / metrics.FILE).write_text("".join(json.dumps(row) + "\n" for row in records))
     return str(run_dir)
 
 
@@ -76,7 +76,7 @@ def test_losses_are_means_over_the_same_steps_and_settings_that_differ_are_named
 
 
 def test_curves_are_those_of_the_records():
-    runs = {name: [record(step, own) for step in (1, 2, 4)] for name, own in (("a", 2), ("b", 3))}
+    runs = {name: [record(step, loss) for step in (1, 2, 4)] for name, loss in (("a", 2), ("b", 3))}
     runs["b"][1] |= {"val_loss": 2.5}
     [axes] = loss_curves(runs).axes
     drawn = [

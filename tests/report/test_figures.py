@@ -104,7 +104,8 @@ def test_loss_curve_shows_every_loss():
 def test_loss_curve_shows_each_validation_set():
     losses = [{"web": 2.5, "code": 2.7}, {"web": 2.0, "code": 2.4}]
     records = [
-        record(step, 3.0, val_loss=2.6, val_losses=own) for step, own in enumerate(losses, start=1)
+        record(step, 3.0, val_loss=2.6, val_losses=val_losses)
+        for step, val_losses in enumerate(losses, start=1)
     ]
     curves = lines(draw(loss_curve([*records, record(3, 2.0)])))
     assert curves["validation: web"].tolist() == [[1, 2.5], [2, 2.0]]

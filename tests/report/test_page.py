@@ -217,7 +217,7 @@ def test_each_validation_set_and_the_wait_for_batches_have_a_card(make_run):
 def test_steps_without_a_checkpoint_have_a_card(make_run):
     since = [{}, {"steps_without_checkpoint": 40}, {"steps_without_checkpoint": 41}, {}]
     since[3] = {"damaged_step": 1200}
-    texts = read(make_run([record(i, **own) for i, own in enumerate(since, start=1)])).texts
+    texts = read(make_run([record(i, **fields) for i, fields in enumerate(since, start=1)])).texts
     at = texts.index("Alarm")
     note = "without a checkpoint, for 41 steps at most; last at 3"
     assert texts[at + 1 : at + 4] == ["2", "steps", note]
@@ -252,7 +252,9 @@ def test_plan_table_has_a_row_for_each_stage(one_step):
 def test_memory_that_was_measured_stands_beside_the_prediction(make_run):
     """The last peak of each device counts; the fullest one stands for its stage."""
     peaks = [{"device 0": 2**30, "device 5": 2**29}, {"device 3": 3 * 2**30}, {"device 5": 2**31}]
-    records = [record(i, memory_bytes=own) for i, own in enumerate(peaks, start=1)]
+    records = [
+        record(i, memory_bytes=peaks_of_step) for i, peaks_of_step in enumerate(peaks, start=1)
+    ]
     texts = read(make_run(records)).texts
     at = texts.index("Memory of the fullest device")
     assert texts[at + 3 : at + 9] == ["stage 0", "2 GiB", "3 GiB", "stage 1", "2 GiB", "2 GiB"]

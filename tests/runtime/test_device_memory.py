@@ -26,4 +26,4 @@ def test_a_peak_is_told_once():
     peaks["device 5"] = 30
     assert memory.risen() == {"device 5": 30}
     later = [memory.risen() for _ in range(3 * AGAIN)]
-    assert [found for found in later if found] == 3 * [{"device 4": 10, "device 5": 30}]
+    assert [risen for risen in later if risen] == 3 * [{"device 4": 10, "device 5": 30}]

@@ -196,8 +196,8 @@ def plain_steps(model):
     """Two steps by gradient descent, so that the second has the loads of the first."""
     whole = init_params(model, SEED)
     both = {layer: split_by(statements(model)[layer], whole[layer]) for layer in whole}
-    trained = {layer: own for layer, (own, _) in both.items()}
-    fixed = {layer: own for layer, (_, own) in both.items() if own}
+    trained = {layer: part for layer, (part, _) in both.items()}
+    fixed = {layer: part for layer, (_, part) in both.items() if part}
     run = jax.jit(jax.value_and_grad(plain_loss, has_aux=True), static_argnums=2)
     found = []
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_no_plan_changes_a_step(plan_name, name):
             for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
                 want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
                 assert_near(got, want, RTOL, f"{step} {path}")
-            for layer, own in state.fixed.items():
-                for what, array in own["router"].items():
+            for layer, frozen in state.fixed.items():
+                for what, array in frozen["router"].items():
                     np.testing.assert_array_equal(array, after[layer]["router"][what], what)
     clock.close()

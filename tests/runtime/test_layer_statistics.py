@@ -36,9 +36,9 @@ def wanted(inputs):
             squares["activation_rms"].setdefault(kind.name, []).append(own)
     join = {"grad_norm": np.sum, "param_norm": np.sum, "activation_rms": np.mean}
     return {
-        f"{name}/{kind}": np.sqrt(join[name](found))
+        f"{name}/{kind}": np.sqrt(join[name](sums))
         for name, kinds in squares.items()
-        for kind, found in kinds.items()
+        for kind, sums in kinds.items()
     }
 
 
@@ -85,7 +85,7 @@ def test_a_run_whose_batch_grows_records_the_norms_of_each_batch(tmp_path):
         run_file = write_run(tmp_path, {"a": (1,)}, name=name)
         small = ["train.steps=2", "model.num_layers=2", "model.width=16", "log.statistics=true"]
         records.append(Trainer(run_file, [*small, *settings], io.StringIO()).train())
-    grows, small = ({k: v for k, v in own[0].items() if "/" in k} for own in records)
+    grows, small = ({k: v for k, v in lines[0].items() if "/" in k} for lines in records)
     assert (
         grows.keys() == small.keys() == set(names(jobs.load_saved(tmp_path / "small").config.model))
     )

@@ -47,8 +47,8 @@ def test_a_document_does_not_see_the_one_before():
     target_BL[:, :8] = -1  # the second document alone counts
     losses = {
         mask: [
-            summed_loss(params, row.model, {**own, "target_BL": target_BL}, mask)[0][0]
-            for own in (inputs, changed)
+            summed_loss(params, row.model, {**row_inputs, "target_BL": target_BL}, mask)[0][0]
+            for row_inputs in (inputs, changed)
         ]
         for mask in (True, False)
     }

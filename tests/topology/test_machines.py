@@ -352,7 +352,7 @@ def test_pairs_of_clusters_share_the_capacity_of_an_uplink(load, tmp_path):
     """Both ways, unless all pairs are there in the other order; measured values come first."""
     topology, reached = load(FOUR + UPLINKS), fabrics.FABRICS["ethernet"].reached
     rates = {"c -> a+b": 4e9, "a+b -> c": 4e9, "d -> a+b": 10e9, "a+b -> d": 2e9}
-    assert pipes_of(topology) == {name: (own, reached * own) for name, own in rates.items()}
+    assert pipes_of(topology) == {name: (rate, reached * rate) for name, rate in rates.items()}
     told = ["  a+b <-> c share 32 Gb/s each way", "  a+b -> d share 16 Gb/s"]
     assert set(told) < {*description.describe(topology)}
     # A node that sends alone has no more than the narrowest uplink on its way.
@@ -367,7 +367,7 @@ def test_pairs_of_clusters_share_the_capacity_of_an_uplink(load, tmp_path):
     saving.save(found, tmp_path / "saved.yaml")
     assert loading.load(tmp_path / "saved.yaml") == found
     left = upgrades.without_cluster(found, "a")
-    assert {name: own for name, (own, _) in pipes_of(left).items()} == {
+    assert {name: rate for name, (rate, _) in pipes_of(left).items()} == {
         "c -> b": 4e9, "b -> c": 1e9, "d -> b": 10e9, "b -> d": 2e9
     }  # fmt: skip
     assert pipes_of(upgrades.wider_pipe(found, (("a", "c"), ("b", "c")), 2.0)) == pipes_of(
@@ -393,7 +393,7 @@ def test_a_wrong_uplink_is_refused_as_written_or_measured(load, old, new, expect
     wrong = UPLINKS.replace(old, new)
     [row, *_] = refused(load, FOUR + wrong)
     assert row[:3] == (line, f"uplinks{key}", problem)
-    indented = "".join(f"  {own}\n" for own in wrong.splitlines())
+    indented = "".join(f"  {line_of_section}\n" for line_of_section in wrong.splitlines())
     [row, *_] = refused(load, FOUR + "measured:\n  date: today\n" + indented)
     assert row[:3] == (line + 2, f"measured.uplinks{key}", problem)
 

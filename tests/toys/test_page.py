@@ -117,8 +117,8 @@ def test_the_page_adds_a_launcher(copy):
     short = ["model.num_layers=2", "log.report=true"]
     rate = {"learning_rate": 1e-2, "schedule": "sqrt", "decay_steps": 1, "warmup_steps": 0}
     short += [f"optimizer.{name}={value}" for name, value in rate.items()]
-    for own in (["train.steps=1"], ["train.steps=2", "parallel.clusters=[b]"]):
-        done = run_launch(*words, "--max-restarts", "0", *short, *own, cwd=copy)
+    for changes in (["train.steps=1"], ["train.steps=2", "parallel.clusters=[b]"]):
+        done = run_launch(*words, "--max-restarts", "0", *short, *changes, cwd=copy)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming after step 1" in done.stdout
     records = metrics.read(copy / "job")

@@ -189,7 +189,7 @@ def test_a_connection_that_one_end_alone_has_lost_is_made_anew(fragile, who, cap
 
 def test_a_connection_is_made_anew_before_the_silence_is_too_long(fragile, clock):
     """The system would try again ever later: a cut may be over long before it notices."""
-    *ends, breaker = fragile(heartbeat_timeout_s=10.0)
+    *ends, breaker = fragile(silence_s=10.0)
     breaker.silence()
     clock.now_s += 6.0
     for m in range(2):

@@ -48,5 +48,5 @@ def test_what_is_granted_is_read_back_from_the_kernel(monkeypatch):
             sock.getsockopt(socket.SOL_SOCKET, o) for o in (socket.SO_SNDBUF, socket.SO_RCVBUF)
         ]
     assert granted == min(sizes) // 2
-    if all(own.asked for own in real):
-        assert sizes == [min(own.asked, 1 << 30) for own in real]
+    if all(limit.asked for limit in real):
+        assert sizes == [min(limit.asked, 1 << 30) for limit in real]

@@ -185,7 +185,7 @@ def test_a_link_that_goes_silent_is_lost(pair, proxies, clock):
     failures = []
     source, target = pair(
         book_of=through(proxies),
-        heartbeat_timeout_s=0.6,
+        silence_s=0.6,
         each=({}, {"on_failure": failures.append}),
     )
     source.offer(KEYS[0], array(5))
@@ -229,7 +229,7 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
 
     ends += pair(
         book_of=through(proxies, passed=passed),
-        heartbeat_timeout_s=0.4,
+        silence_s=0.4,
         pull_timeout_s=0.3,
         streams=1,
         each=({}, {"advance": lambda: signs_s.append(clock.now_s)}),
@@ -246,7 +246,7 @@ def test_a_slow_link_is_not_lost(pair, proxies, clock, monkeypatch):
 def test_a_process_that_lives_but_gives_nothing_is_given_up(pair, clock):
     failures = []
     _, target = pair(
-        heartbeat_timeout_s=0.3,
+        silence_s=0.3,
         pull_timeout_s=0.8,
         each=({}, {"on_failure": failures.append}),
     )
@@ -289,7 +289,7 @@ def test_a_failed_computation_ends_the_job(pair, monkeypatch):
 
 def test_closing_waits_as_long_as_a_link_may_be_silent(pair, monkeypatch):
     """For the deliveries and then for the goodbyes, on a clock that stands still."""
-    source, _ = pair(heartbeat_timeout_s=10.0)
+    source, _ = pair(silence_s=10.0)
     source.offer(KEYS[0], array(1))  # nobody asks for it
     waits_s = []
     monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: 100.0))

@@ -58,7 +58,7 @@ def one_call(monkeypatch, pauses):
         ({"about": {"plan hash": "aaa"}}, r"plan hash is '\w+' in \S+ and '\w+' in"),
         ({"about": {"plan hash": "aaa", "restart": 3, "jax": "0"}}, "restart is . in .* and . in"),
         ({"streams": 3}, "streams is . in .* and . in"),
-        ({"heartbeat_timeout_s": 3.0}, r"heartbeat_timeout_s is [\d.]+ in .* and [\d.]+ in"),
+        ({"silence_s": 3.0}, r"silence_s is [\d.]+ in .* and [\d.]+ in"),
     ],
 )
 def test_a_process_of_another_kind_is_refused(changes, expected, one_call):
@@ -109,7 +109,7 @@ def test_an_address_of_the_right_network_is_needed():
 def test_all_nics_of_both_nodes_carry_as_many_streams_and_small_arrays_both_ways(counts):
     """A NIC is a loopback address: Linux has all of 127.0.0.0/8."""
     nics = [[f"127.0.0.{i + 1}" for i in range(count)] for count in counts]
-    ports = [Ports.open(addresses(*found)) for found in nics]
+    ports = [Ports.open(addresses(*names)) for names in nics]
     book = [p.book for p in ports]
     shape = (16,)
     crossings = [make_crossing("F0", shape), make_crossing("B1", shape, back=True)]
@@ -157,7 +157,7 @@ class Impostor:
         hello = NeighbourHello(
             process=0,
             stream=0,
-            about={**about, "heartbeat_timeout_s": 10.0},
+            about={**about, "silence_s": 10.0},
             streams={"1": 1},
             digests={},
             session="impostor",
@@ -265,12 +265,12 @@ def test_ports_are_of_a_range_and_addresses_as_others_see_them():
         last = min(first + 40, 65535)
         seen = {"ethernet": ["203.0.113.5"]}
         ports = Ports.open(addresses(), ports=(first, last), advertised=seen)
-        numbers = [port for found in ports.own.values() for _, port in found]
+        numbers = [port for listening in ports.local.values() for _, port in listening]
         assert all(first < number <= last for number in numbers)
         assert len(set(numbers)) == 3
-        [(address, port)] = ports.own["ethernet"]
+        [(address, port)] = ports.local["ethernet"]
         assert address == "127.0.0.1"
-        assert ports.book == {**ports.own, "ethernet": [("203.0.113.5", port)]}
+        assert ports.book == {**ports.local, "ethernet": [("203.0.113.5", port)]}
         ports.close()
         with pytest.raises(HolmesError, match="cannot listen here"):
             Ports.open(addresses(), ports=(first, first))

@@ -77,7 +77,7 @@ def settings(**changes):
         "shape": [8, 4],
         "specs": [nothing, nothing],
         "steps": 3,
-        "heartbeat_timeout_s": 20.0,
+        "silence_s": 20.0,
     } | changes
 
 
@@ -118,7 +118,7 @@ def start_partner(children):
     opened = []
 
     def start_it(**changes):
-        about = settings(steps=1000, heartbeat_timeout_s=SILENCE_S, **changes)
+        about = settings(steps=1000, silence_s=SILENCE_S, **changes)
         [child] = children([0], about)
         theirs = child.says("book")
         ports = Ports.open(addresses())
@@ -132,7 +132,7 @@ def start_partner(children):
                 [make_crossing("F0", shape), make_crossing("B1", shape, back=True)],
                 ports,
                 [theirs["book"], ports.book],
-                heartbeat_timeout_s=SILENCE_S,
+                silence_s=SILENCE_S,
                 on_failure=failures.append,
             )
         )
