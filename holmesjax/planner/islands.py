@@ -43,7 +43,7 @@ def plan_islands(
     _refuse_untrained_changes(config)
     _refuse_empty_fragments(config)
     count = len(names)
-    own = own_config(config, count)
+    own = island_config(config, count)
     sizes = trained_sizes(config.model)
     owner = owners(sizes, count)
 
