@@ -104,6 +104,8 @@ class Pool:
     cluster: Cluster
     devices: Devices
     paths: Paths
+    # Whether `tensor` may have devices of several nodes though the config does not set it.
+    has_wide_tensor: bool = False
 
     @cached_property
     def num_devices(self) -> int:
@@ -122,6 +124,11 @@ class Pool:
     @cached_property
     def most_in_a_node(self) -> int:
         return max(map(len, self.devices.values()))
+
+    @property
+    def most_tensor(self) -> int:
+        """The largest size of `tensor` that is tried if the config sets none."""
+        return self.num_devices if self.has_wide_tensor else self.most_in_a_node
 
     def is_even(self, mesh: MeshShape) -> bool:
         """Whether all stages with a mesh are on equally many devices of equal nodes."""
@@ -344,7 +351,7 @@ def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshS
         return
     cuts = [
         (tensor, context, is_cut)
-        for tensor in tensor_sizes(config, pool.most_in_a_node)
+        for tensor in tensor_sizes(config, pool.most_tensor)
         for context in context_sizes(config, pool.num_devices // tensor)
         for is_cut in sequence_parallel_choices(config, tensor, context)
     ]
