@@ -34,6 +34,7 @@ from holmesjax.planner.stage_layouts import (
 from holmesjax.topology.machines import Numbers
 
 ALONE = InFlight(all=1, head=1)  # one microbatch
+MIDDLE = Role()  # holds neither end of the model
 AXES = tuple(Axis)  # in the order of `MeshShape.sizes`
 
 
@@ -309,13 +310,18 @@ class StageCosts:
         return stage_times(self._config.model, shape, pool.kinds, **_by_name(groups))
 
     def many_bytes(
-        self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
+        self,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
+        in_flight: int,
+        role: Role = MIDDLE,
     ) -> np.ndarray:
         """On each device of such stages, [meshes]. Pools with the same meshes share them."""
-        key = tuple(found), settings, blocks, in_flight
+        key = tuple(found), settings, blocks, in_flight, role
         if key not in self._many_bytes:
             held = InFlight(all=in_flight, head=in_flight)
-            shape = self._many_shapes(found, settings, blocks, held)
+            shape = self._many_shapes(found, settings, blocks, held, role)
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._many_bytes[key] = np.sum(np.broadcast_arrays(*items.values()), axis=0)
         return self._many_bytes[key]
@@ -348,9 +354,10 @@ class StageCosts:
         settings: StepSettings,
         blocks: Counts,
         in_flight: InFlight,
+        role: Role = MIDDLE,
     ) -> StageShape:
-        shape = self.shape(_as_arrays(found), settings, Role(), blocks, in_flight)
-        # It may become the only stage, and the bytes of the list are the least that it can hold.
+        shape = self.shape(_as_arrays(found), settings, role, blocks, in_flight)
+        # It may become the only stage.
         return dataclasses.replace(shape, is_whole_step=settings.microbatches == 1)
 
     def layers_s(

@@ -269,8 +269,9 @@ def test_tensor_leaves_nodes_where_nothing_fits_without(fabric):
     assert plan.step_time_s == pytest.approx(pinned.step_time_s, rel=EXACT)
 
 
-# The last three were better with their own settings before a search looked again with these.
-@pytest.mark.parametrize("seeds", [range(6), range(6, 12), range(12, 18), (101, 108, 113)])
+# Of the last, three were better with their own settings before a search looked again with these; 84
+# was refused while bounds of memory left out where the only stage reduces.
+@pytest.mark.parametrize("seeds", [range(6), range(6, 12), range(12, 18), (84, 101, 108, 113)])
 def test_pins_never_make_a_plan_better_and_a_plan_can_be_pinned(seeds):
     assert {seed: own for seed in seeds if (own := look_at(seed).faults)} == {}
 
