@@ -31,11 +31,7 @@ from holmesjax.planner.memory_refusal import (
     with_remedy,
 )
 from holmesjax.planner.problem import Problem
-from holmesjax.planner.refusals import (
-    refuse_impossible,
-    refuse_large_meshes,
-    refuse_slow_exchange,
-)
+from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
 from holmesjax.planner.search import Found, search
 from holmesjax.planner.selection import (
     Saying,
@@ -229,9 +225,6 @@ def _find(
         if result is None:
             say("the mildest change with which a plan fits")
             raise with_remedy(refusal, problems) from None
-    problem, found = result
-    if config.model.experts is not None:
-        refuse_slow_exchange(as_plan(problem, found.best[0], found.bound_s))
     return result
 
 

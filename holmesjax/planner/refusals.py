@@ -14,7 +14,7 @@ from holmesjax.files import schema
 from holmesjax.layer_specs.distinct_kinds import block_counts
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.plan import Axis, Plan
+from holmesjax.plan.plan import Axis
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
@@ -28,7 +28,6 @@ from holmesjax.planner.stage_layouts import (
 )
 from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, PipelineSchedule
 from holmesjax.topology.catalogue import CPU, FP8
-from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
@@ -206,19 +205,6 @@ def _refuse_slow_exchanges(config: Config, topology: Topology) -> None:
         fix="use a smaller number, which divides the devices of each node, or leave it to the "
         "planner",
     )
-
-
-def refuse_slow_exchange(plan: Plan) -> None:
-    """Raises PlanError for a stage whose devices exchange tokens over a slow link."""
-    for i, stage in enumerate(plan.stages):
-        fabric = stage.fabrics.get(Axis.EXPERT, "local")
-        if FABRICS[fabric].joins == "nodes" and not FABRICS[fabric].is_rdma:
-            raise PlanError(
-                "parallel.expert",
-                f"stage {i} would exchange tokens between nodes of {stage.cluster} over {fabric}",
-                found=f"expert {stage.mesh[Axis.EXPERT]} on {', '.join(stage.nodes)}",
-                fix="set parallel.expert to 1, or use whole nodes for each stage",
-            )
 
 
 def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:

@@ -154,7 +154,7 @@ class StageCosts:
             devices = self.devices(pool, mesh, num_stages, index)
             found = arrangements(pool.paths, devices, mesh.sizes)
             fast = [placement for placement in found if not exchanges_slowly(placement.groups)]
-            # Where all are slow, the plan that has one is refused (`refusals`).
+            # Where all are slow, no plan has the stage (`Problem.holds`).
             self._arranged[where] = fast or found
         return self._arranged[where]
 

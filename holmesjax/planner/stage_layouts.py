@@ -172,7 +172,7 @@ class Pool:
         """Returns the devices of each stage. If a pool has more, every stage leaves some idle.
 
         Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
-        devices.
+        devices. If a run crosses nodes although each stage has room inside one, they take that.
         """
         names, size = list(self.devices), mesh.num_devices
         assert num_stages * size <= self.num_devices, (mesh, num_stages, self.num_devices)
@@ -184,7 +184,15 @@ class Pool:
             slots = [(name, number) for name, numbers in self.devices.items() for number in numbers]
             each = len(slots) // num_stages
             shares = [_by_node(slots[i * each : (i + 1) * each]) for i in range(num_stages)]
-        return [_choose(share, mesh) for share in shares]
+        chosen = [_choose(share, mesh) for share in shares]
+        if all(len(share) == 1 for share in chosen):
+            return chosen
+        inside = [
+            {name: numbers[start : start + size]}
+            for name, numbers in self.devices.items()
+            for start in range(0, len(numbers) - size + 1, size)
+        ]
+        return inside[:num_stages] if len(inside) >= num_stages else chosen
 
 
 def kinds_of(nodes: Iterator[Node]) -> tuple[DeviceKind, ...]:
