@@ -91,16 +91,21 @@ class Room(NamedTuple):
     layer_bytes: np.ndarray  # of a unit of load
     kept_bytes: np.ndarray  # by a unit of load of each microbatch in flight
     spare_bytes: np.ndarray  # that a stage at an end takes less, with one microbatch in flight
+    alone_bytes: np.ndarray  # of the only stage of a plan
+    alone_load: int  # of that stage
+    is_most: bool = False  # whether a stage may stand anywhere, or be the only one
 
     @property
     def most(self) -> "Room":
         """The room of a stage that takes least, wherever it stands."""
-        return self._replace(fixed_bytes=self.fixed_bytes - self.spare_bytes)
+        return self._replace(fixed_bytes=self.fixed_bytes - self.spare_bytes, is_most=True)
 
     def load(self, depth: int, times: float = 1.0) -> np.ndarray:
         """The load of a stage, [meshes], with so many in flight and so many times the memory."""
         left_bytes = times * self.usable_bytes - self.fixed_bytes
-        return left_bytes / (self.layer_bytes + depth * self.kept_bytes)
+        load = left_bytes / (self.layer_bytes + depth * self.kept_bytes)
+        is_alone = self.is_most & (self.alone_bytes <= times * self.usable_bytes)
+        return np.where(is_alone, np.maximum(load, self.alone_load), load)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -222,28 +227,25 @@ def _room(
         fixed.append(2 * one - more)
         layer.append((more - deep) / load)
         kept.append((deep - one) / load)
-    least = (np.min(costs, axis=0) for costs in (fixed, layer, kept))
-    room = Room(problem.usable_bytes(pool_index), *least, spare_bytes=np.zeros(len(found)))
-    return room._replace(spare_bytes=_spare_bytes(problem, found, settings, room))
-
-
-def _spare_bytes(
-    problem: Problem, found: Sequence[MeshShape], settings: StepSettings, room: Room
-) -> np.ndarray:
-    """`Room.spare_bytes`: a stage with one neighbour has fewer buffers, and one without has others.
-
-    It reduces its gradients where its replicas were.
-    """
-    ranges = problem.ranges
-    some = [(role, ranges.unit(kind)) for role in roles(2) for kind in range(ranges.num_kinds)]
-    spare = np.zeros(len(found))
-    for role, blocks in [*some, (*roles(1), ranges.counts(0, problem.num_layers))]:
-        load = sum(count * load for count, load in zip(blocks, ranges.loads, strict=True))
-        plain = room.fixed_bytes + load * (room.layer_bytes + room.kept_bytes)
-        spare = np.maximum(
-            spare, plain - problem.stage_costs.many_bytes(found, settings, blocks, 1, role)
-        )
-    return spare
+    fixed_bytes, layer_bytes, kept_bytes = (np.min(own, axis=0) for own in (fixed, layer, kept))
+    ranges, many_bytes = problem.ranges, problem.stage_costs.many_bytes
+    spare_bytes = np.zeros(len(found))
+    for role in roles(2):  # each has one neighbour, and so fewer buffers
+        for kind, load in enumerate(ranges.loads):
+            plain = fixed_bytes + load * (layer_bytes + kept_bytes)
+            own = many_bytes(found, settings, ranges.unit(kind), 1, role)
+            spare_bytes = np.maximum(spare_bytes, plain - own)
+    # The only stage reduces its gradients where its replicas were, too.
+    [only], blocks = roles(1), ranges.counts(0, problem.num_layers)
+    return Room(
+        problem.usable_bytes(pool_index),
+        fixed_bytes,
+        layer_bytes,
+        kept_bytes,
+        spare_bytes,
+        alone_bytes=many_bytes(found, settings, blocks, 1, only),
+        alone_load=ranges.load,
+    )
 
 
 class Choice(NamedTuple):
