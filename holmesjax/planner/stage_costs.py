@@ -317,7 +317,15 @@ class StageCosts:
         in_flight: int,
         role: Role = MIDDLE,
     ) -> np.ndarray:
-        """On each device of such stages, [meshes]. Pools with the same meshes share them."""
+        """On each device of such stages, [meshes]. Pools with the same meshes share them.
+
+        Args:
+          found: the meshes.
+          settings: microbatches and checkpointing of a step.
+          blocks: Transformer layers of each stage, of each kind.
+          in_flight: microbatches that are held.
+          role: whether the stages hold the embedding or the head.
+        """
         key = tuple(found), settings, blocks, in_flight, role
         if key not in self._many_bytes:
             held = InFlight(all=in_flight, head=in_flight)
