@@ -268,7 +268,7 @@ class ModelConfig:
         refuse_mistakes(model=self)
 
     def __hash__(self) -> int:
-        """Of the settings in which most models differ: a search looks models up very often."""
+        """The hash of settings in which most models differ: a search looks models up very often."""
         return hash((self.num_layers, self.width, self.context_length, self.vocab_size))
 
     @property

@@ -317,7 +317,7 @@ class StageCosts:
         in_flight: int,
         role: Role = MIDDLE,
     ) -> np.ndarray:
-        """On each device of such stages, [meshes]. Pools with the same meshes share them.
+        """The bytes on each device of such stages, [meshes]. Pools with the same meshes share them.
 
         Args:
           found: the meshes.

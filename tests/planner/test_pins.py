@@ -255,7 +255,7 @@ def test_a_plan_says_that_tensor_leaves_its_node():
 
 @pytest.mark.parametrize("fabric", ["infiniband", "ethernet"])
 def test_tensor_leaves_nodes_where_nothing_fits_without(fabric):
-    """Of two nodes with a device each; the other cluster must not make them slower."""
+    """The pair has a device in each node; the other cluster must not make it slower."""
     pair = make_cluster("pair", fabric, (1, 1), memory_gib=0.6)
     topology = make_topology(
         make_cluster("one", "infiniband", (2,), memory_gib=0.6, speed=0.5), pair
