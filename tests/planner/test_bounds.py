@@ -29,7 +29,7 @@ ORDERS = [
 
 
 def test_no_stage_takes_less_memory_than_a_bound_says():
-    """Wherever it stands, with one microbatch in flight; the only stage has all layers."""
+    """A stage has one microbatch in flight; the only stage has all layers."""
     topology, config, _ = random_case(6)
     problem = make_problem(config, topology)
     whole = problem.num_layers

@@ -117,7 +117,7 @@ def test_a_plan_says_which_layers_compute_again_and_can_be_pinned_to_them():
 
 
 def test_numbers_alone_are_refused_only_if_they_fit_with_no_split():
-    """With six that compute again, the first stage has more layers than its speed asks for."""
+    """The first stage has six that compute again: more layers than its speed asks for."""
     config, topology = little_memory(recomputed_layers=(6, 0))
     plan = make_plan(config, topology)
     assert [stage.num_blocks for stage in plan.stages] == [6, 2]
