@@ -267,6 +267,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         refuse_mistakes(model=self)
 
+    def __hash__(self) -> int:
+        """The hash of settings in which most models differ: a search looks models up very often."""
+        return hash((self.num_layers, self.width, self.context_length, self.vocab_size))
+
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads

@@ -52,9 +52,11 @@ def every_layer_is_placed(model: ModelConfig, parallel: ParallelConfig) -> Itera
 def no_more_layers_compute_again(
     model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[ConfigError]:
-    numbers = parallel.recomputed_layers or ()
+    numbers = [max(1, number) for number in parallel.recomputed_layers or ()]
     if sum(numbers) > model.num_layers:
         problem = f"must sum to model.num_layers = {model.num_layers} at most"
+        if 0 in (parallel.recomputed_layers or ()):
+            problem += ", where a stage with 0 has a layer too"
         found = f"{' + '.join(map(str, numbers))} = {sum(numbers)}"
         yield wrong("parallel.recomputed_layers", problem, found, "give smaller numbers")
 

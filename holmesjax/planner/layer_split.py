@@ -21,7 +21,8 @@ def split(
 ) -> Assignment:
     """The layers of each stage so that the slowest is as fast as can be, inside their memory.
 
-    If memory is too small, the assignment is one that does not fit.
+    Where the config says how many layers of each stage compute again, each stage has so many. If
+    memory is too small, the assignment is one that does not fit.
     """
     assignment = Assignment(tuple(segments), ())
     share_out = _share_equal if problem.ranges.num_kinds == 1 else _share_unequal
@@ -41,9 +42,23 @@ class _Loads:
         self._problem, self._order = problem, order
         self._stages = problem.stages(slots, settings)
         self._plain = [problem.in_flight(order, i, order.chunks) for i in range(len(slots))]
-        self._known: dict[tuple[PricedStage, InFlight, Counts], tuple[bool, float]] = {}
+        self._known: dict[
+            tuple[PricedStage, InFlight, Counts, Counts | None], tuple[bool, float]
+        ] = {}
+        numbers = problem.config.parallel.recomputed_layers
+        self._numbers = numbers if numbers and settings.checkpointing != "none" else None
+        fewest = [max(order.chunks, number) for number in numbers or ()]
+        is_possible = 0 < sum(fewest) <= problem.num_layers
+        # Layers that each stage has at least.
+        self.fewest = fewest if is_possible else [order.chunks] * order.num_stages
 
-    def of(self, place: int, blocks: Counts) -> tuple[bool, float]:
+    def again(self, place: int, start: int, stop: int) -> Counts | None:
+        """Those layers of a stage that compute again, of each kind, if not all of them do."""
+        if self._numbers is None:
+            return None
+        return self._problem.ranges.counts(start, min(stop, start + self._numbers[place]))
+
+    def of(self, place: int, blocks: Counts, recomputed: Counts | None) -> tuple[bool, float]:
         """Returns whether layers are too much for a stage's memory, and their seconds.
 
         The seconds are those of a microbatch, with a share of the tasks that come once in a step.
@@ -51,11 +66,11 @@ class _Loads:
         stage, in_flight = self._stages[place], self._plain[place]
         if self._order.chunks > 1:
             in_flight = self._problem.in_flight(self._order, place, sum(blocks))
-        key = stage, in_flight, blocks
+        key = stage, in_flight, blocks, recomputed
         if (load := self._known.get(key)) is None:
-            times = stage.seconds(blocks, is_split=False)
+            times = stage.seconds(blocks, is_split=False, recomputed=recomputed)
             once_s = times.once / stage.settings.microbatches
-            full = not self._problem.holds(stage, blocks, in_flight)
+            full = not self._problem.holds(stage, blocks, in_flight, recomputed)
             load = self._known[key] = full, times.forward + times.backward + once_s
         return load
 
@@ -70,10 +85,13 @@ def _share_equal(
     at least as many layers as that one. The last of equally fast stages takes the layer, since it
     holds the fewest microbatches in flight.
     """
-    layers, loads = [order.chunks] * order.num_stages, _Loads(problem, slots, settings, order)
+    loads = _Loads(problem, slots, settings, order)
+    layers = list(loads.fewest)
 
     def load(stage: int, more: int) -> tuple[bool, float, int]:
-        return *loads.of(stage, (layers[stage] + more,)), -stage
+        number = layers[stage] + more
+        again = loads.again(stage, 0, min(number, problem.num_layers))
+        return *loads.of(stage, (number,), again), -stage
 
     left = problem.num_layers - sum(layers)
     while left > 0:
@@ -101,16 +119,17 @@ def _share_unequal(
     loads = _Loads(problem, slots, settings, order)
 
     def load(stage: int, start: int, stop: int) -> tuple[bool, float]:
-        return loads.of(stage, problem.ranges.counts(start, stop))
+        blocks = problem.ranges.counts(start, stop)
+        return loads.of(stage, blocks, loads.again(stage, start, stop))
 
     def within(limit: tuple[bool, float]) -> tuple[int, ...] | None:
         sizes: list[int] = []
         for stage in range(order.num_stages):
             start = sum(sizes)
-            most = num_layers - order.chunks * (last - stage)
-            stops = range(most if stage == last else start + order.chunks, most + 1)
-            loads = partial(load, stage, start)
-            found = bisect.bisect_left(stops, True, key=lambda stop: loads(stop) > limit)
+            most = num_layers - sum(loads.fewest[stage + 1 :])
+            stops = range(most if stage == last else start + loads.fewest[stage], most + 1)
+            load_to = partial(load, stage, start)
+            found = bisect.bisect_left(stops, True, key=lambda stop: load_to(stop) > limit)
             if found == 0:
                 return None
             sizes.append(stops[found - 1] - start)

@@ -92,11 +92,10 @@ def memory_refusal(problems: Sequence[Problem], close: tuple[Problem, Found] | N
     """
     config, topology = problems[0].config, problems[0].topology
     usable_memory, least = problems[0].usable_memory, least_memory(problems)
-    if least < MOST_MEMORY and close is None:
+    if 1.0 < least < MOST_MEMORY and close is None:
         return PlanError(
             "memory",
-            "no plan was found that fits"
-            + f": each needs at least {least:.3g} times what there is" * (least > 1.0),
+            f"no plan was found that fits: each needs at least {least:.3g} times what there is",
             found=f"{topology.num_devices} devices, {config.model.num_layers:,} layers, "
             f"train.global_batch {config.train.global_batch:,}",
             fix="",

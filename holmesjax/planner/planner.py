@@ -13,7 +13,7 @@ why there is no plan. The words of this package:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holmesjax.config import Config, ParallelConfig, PlanConfig
@@ -31,13 +31,15 @@ from holmesjax.planner.memory_refusal import (
     with_remedy,
 )
 from holmesjax.planner.problem import Problem
-from holmesjax.planner.refusals import (
-    refuse_impossible,
-    refuse_large_meshes,
-    refuse_slow_exchange,
-)
+from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
 from holmesjax.planner.search import Found, search
-from holmesjax.planner.selection import Saying, find_within, make_problems, silently
+from holmesjax.planner.selection import (
+    Saying,
+    find_within,
+    make_problems,
+    silently,
+    with_wide_tensor,
+)
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import joined_pool
 from holmesjax.planner.step_time import step_seconds
@@ -212,24 +214,35 @@ def _find(
     problems = make_problems(config, topology, usable_memory)
     try:
         refuse_large_meshes(config, topology)
-        is_possible = least_memory(problems) <= 1.0
-        result = find_within(problems, say=say) if is_possible else None
+        result, close = _find_fitting(problems, say, otherwise)
+        if result is None and (wide := with_wide_tensor(problems)):
+            say("stages in which tensor leaves nodes")
+            problems = wide
+            result, close = _find_fitting(problems, say)
         if result is None:
-            say("the plan that comes nearest, as none fits the memory")
-            close = nearest(problems)
-            result = fits_after_all(problems, close) or (otherwise() if is_possible else None)
-            if result is None:
-                raise memory_refusal(problems, close)
+            raise memory_refusal(problems, close or nearest(problems))
     except PlanError as refusal:
         say("stages that lie in several clusters")
         result = _find_across(config, topology, refusal, usable_memory)
         if result is None:
             say("the mildest change with which a plan fits")
             raise with_remedy(refusal, problems) from None
-    problem, found = result
-    if config.model.experts is not None:
-        refuse_slow_exchange(as_plan(problem, found.best[0], found.bound_s))
     return result
+
+
+def _find_fitting(
+    problems: Sequence[Problem],
+    say: Saying,
+    otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
+) -> tuple[tuple[Problem, Found] | None, tuple[Problem, Found] | None]:
+    """The best plans that memory holds; and the `nearest`, if they were looked for."""
+    if least_memory(problems) > 1.0:
+        return None, None
+    if (result := find_within(problems, say=say)) is not None:
+        return result, None
+    say("the plan that comes nearest, as none fits the memory")
+    close = nearest(problems)
+    return fits_after_all(problems, close) or otherwise(), close
 
 
 def _find_across(

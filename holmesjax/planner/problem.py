@@ -31,6 +31,7 @@ from holmesjax.planner.stage_layouts import (
     Pool,
     Role,
     StepSettings,
+    exchanges_slowly,
     meshes,
 )
 from holmesjax.schedules.pipeline_schedules import TaskOrder
@@ -148,6 +149,13 @@ class PricedStage:
                 float(times.once_s),
             )
         return self._seconds[key]
+
+    @cached_property
+    def exchanges_slowly(self) -> bool:
+        """Whether devices of the stage would exchange tokens over a slow link between nodes."""
+        if self.slot.mesh.expert == 1:
+            return False
+        return exchanges_slowly(self._problem.placement(self.slot, self.settings).groups)
 
     def memory_bytes(
         self, blocks: Counts, in_flight: InFlight, recomputed: Counts | None = None
@@ -290,12 +298,16 @@ class Problem:
     ) -> bool:
         """Whether the memory of each device holds its share of a stage.
 
+        None holds a stage whose devices would exchange tokens over a slow link, however it is laid.
+
         Args:
           stage: without its layers.
           blocks: Transformer layers of the stage, of each kind.
           in_flight: the most microbatches whose activations the stage holds at a time.
           recomputed: the layers that the checkpointing is for, of each kind; None: all.
         """
+        if stage.exchanges_slowly:
+            return False
         num_bytes = stage.memory_bytes(blocks, in_flight, recomputed)
         return num_bytes <= self.usable_bytes(stage.slot.pool)
 

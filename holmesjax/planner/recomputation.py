@@ -19,6 +19,7 @@ import numpy as np
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import near_depths, orders_of, schedule_kinds, with_moves
 from holmesjax.planner.layer_ranges import Span, add
+from holmesjax.planner.layer_split import split
 from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.planner.step_time import stage_loads, step_seconds
@@ -50,10 +51,15 @@ def refined(problem: Problem, found: Iterable[Candidate]) -> list[Candidate]:
         ]
         as_found = in_order  # so that no plan gets slower
     fewer = sorted(
-        (with_fewest(problem, candidate, [candidate.assignment]) for candidate in again),
+        (
+            with_fewest(problem, candidate, _splits(problem, candidate, candidate.order))
+            for candidate in again
+        ),
         key=by_time,
     )
-    fewer[:NUM_CHANGED] = [_changed(problem, candidate) for candidate in fewer[:NUM_CHANGED]]
+    is_any = any(math.isfinite(candidate.step_s) for candidate in fewer)
+    most = NUM_CHANGED if is_any else len(fewer)
+    fewer[:most] = [_changed(problem, candidate) for candidate in fewer[:most]]
     fits = [
         _in_plain_words(problem, candidate)
         for candidate in fewer
@@ -92,6 +98,17 @@ def with_fewest(
     return dataclasses.replace(candidate, assignment=tried[k], step_s=float(seconds[k]))
 
 
+def _splits(problem: Problem, candidate: Candidate, order: TaskOrder) -> list[Assignment]:
+    """The layers as a candidate has them; and as they are split for numbers that the config sets.
+
+    A search splits them as if all of them computed again.
+    """
+    assignment, parallel = candidate.assignment._replace(recomputed=()), problem.config.parallel
+    if parallel.recomputed_layers is None or parallel.layers is not None:
+        return [assignment]
+    return [assignment, split(problem, assignment.segments, candidate.settings, order)]
+
+
 def _changed(problem: Problem, candidate: Candidate) -> Candidate:
     """A candidate with other schedules, checkpointing and layers of stages, while these help.
 
@@ -117,17 +134,17 @@ Way = tuple[Candidate, list[Assignment]]  # settings and a schedule, and what to
 
 def _with_other_settings(problem: Problem, candidate: Candidate) -> Iterator[Way]:
     """The other ways to compute again, and schedules."""
-    assignment = candidate.assignment._replace(recomputed=())
     for settings in shortlist.step_settings(problem.config):
         if settings.microbatches != candidate.settings.microbatches:
             continue
         if settings.checkpointing == "none" != candidate.settings.checkpointing:
             continue
         for kind in schedule_kinds(problem, settings):
-            for order in orders_of(problem, assignment, settings, kind):
-                if min(assignment.layers) >= order.chunks:
-                    changed = dataclasses.replace(candidate, settings=settings, order=order)
-                    yield changed, [assignment]
+            for order in orders_of(problem, candidate.assignment, settings, kind):
+                changed = dataclasses.replace(candidate, settings=settings, order=order)
+                splits = _splits(problem, changed, order)
+                if tried := [each for each in splits if min(each.layers) >= order.chunks]:
+                    yield changed, tried
 
 
 def _with_other_depths(_: Problem, candidate: Candidate) -> Iterator[Way]:

@@ -14,7 +14,7 @@ from holmesjax.files import schema
 from holmesjax.layer_specs.distinct_kinds import block_counts
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.plan import Axis, Plan
+from holmesjax.plan.plan import Axis
 from holmesjax.planner import prices, shortlist
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
@@ -28,7 +28,6 @@ from holmesjax.planner.stage_layouts import (
 )
 from holmesjax.schedules.pipeline_schedules import PLAIN, SCHEDULES, PipelineSchedule
 from holmesjax.topology.catalogue import CPU, FP8
-from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
@@ -208,19 +207,6 @@ def _refuse_slow_exchanges(config: Config, topology: Topology) -> None:
     )
 
 
-def refuse_slow_exchange(plan: Plan) -> None:
-    """Raises PlanError for a stage whose devices exchange tokens over a slow link."""
-    for i, stage in enumerate(plan.stages):
-        fabric = stage.fabrics.get(Axis.EXPERT, "local")
-        if FABRICS[fabric].joins == "nodes" and not FABRICS[fabric].is_rdma:
-            raise PlanError(
-                "parallel.expert",
-                f"stage {i} would exchange tokens between nodes of {stage.cluster} over {fabric}",
-                found=f"expert {stage.mesh[Axis.EXPERT]} on {', '.join(stage.nodes)}",
-                fix="set parallel.expert to 1, or use whole nodes for each stage",
-            )
-
-
 def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
     """The sizes of axes that the config sets, and the smallest mesh that has them."""
     parallel = config.parallel
@@ -231,9 +217,27 @@ def _least_mesh(config: Config) -> tuple[dict[str, int], MeshShape]:
 
 def _num_stages(config: Config) -> int | None:
     """The number of stages that the config sets; None if it sets none."""
-    parallel = config.parallel
-    given = parallel.layers or parallel.clusters or parallel.recomputed_layers
-    return len(given) if given else parallel.stages
+    name, parallel = _setting_of_stages(config), config.parallel
+    return parallel.stages if name == "stages" else len(getattr(parallel, name))
+
+
+def _setting_of_stages(config: Config) -> str:
+    """The name of the setting that says how many stages there are, if one does."""
+    names = "stages", "layers", "clusters", "recomputed_layers"
+    return next((name for name in names if getattr(config.parallel, name)), "stages")
+
+
+def _too_many_stages(config: Config, most: int, why: str, otherwise: str) -> PlanError:
+    name, num_stages = _setting_of_stages(config), _num_stages(config)
+    is_list, leave = name != "stages", f"or {otherwise}"
+    return PlanError(
+        f"parallel.{name}",
+        "has one for each stage, whose number " * is_list + f"must be at most {most}{why}",
+        found=f"{num_stages} stages",
+        fix=f"give {most} or less, {leave}"
+        if is_list
+        else f"set parallel.stages to {most} or less, {leave}",
+    )
 
 
 def _refuse_number_of_stages(config: Config, topology: Topology) -> None:
@@ -247,12 +251,7 @@ def _refuse_number_of_stages(config: Config, topology: Topology) -> None:
         )
         most, of = min(limits)
         if num_stages > most:
-            raise PlanError(
-                "parallel.stages",
-                f"must be at most {most}, the number of {of}",
-                found=f"{num_stages} stages",
-                fix=f"set parallel.stages to {most} or less, or leave it to the planner",
-            )
+            raise _too_many_stages(config, most, f", the number of {of}", "leave it to the planner")
     if parallel.schedule is not None:
         _refuse_schedule(config, SCHEDULES[parallel.schedule], num_stages)
 
@@ -263,20 +262,23 @@ def _refuse_schedule(config: Config, own: PipelineSchedule, num_stages: int | No
     chunks, microbatches = parallel.chunks or min(own.chunks), parallel.microbatches
     stages = num_stages or own.least_stages
     if own.is_chunked and stages * chunks > num_layers:
-        most = num_layers // stages
+        most, fix = num_layers // stages, f"set parallel.schedule to {PLAIN}"
+        if stages > own.least_stages:
+            fix = f"use fewer stages, or {fix}"
+        if parallel.chunks and most > 1:
+            fix = f"set parallel.chunks to {most} or less"
         raise PlanError(
-            "parallel.chunks",
+            "parallel.chunks" if parallel.chunks else "parallel.schedule",
             f"chunks * stages must be at most the number of layers, {num_layers}",
             found=f"{chunks} * {stages} = {chunks * stages}",
-            fix=f"set parallel.chunks to {most} or less" if most > 1 else "use fewer stages",
+            fix=fix,
         )
     if stages < own.least_stages:
         raise PlanError(
             "parallel.schedule",
             f"{parallel.schedule} needs {own.least_stages} stages or more",
             found="1 stage" if stages == 1 else f"{stages} stages",
-            fix=f"set parallel.stages to {own.least_stages} or more, "
-            f"or parallel.schedule to {PLAIN}",
+            fix=f"use {own.least_stages} stages or more, or set parallel.schedule to {PLAIN}",
         )
     if num_stages is None or microbatches is None:
         return
@@ -315,12 +317,11 @@ def refuse_large_meshes(config: Config, topology: Topology) -> None:
             found=arithmetic,
             fix="use smaller numbers, or leave them to the planner",
         )
-    raise PlanError(
-        "parallel.stages",
-        f"must be at most {sum(room.values())}: the clusters have no room for more stages of "
-        f"{mesh.num_devices} devices",
-        found=f"{num_stages} stages",
-        fix=f"set parallel.stages to {sum(room.values())} or less, or use smaller {names}",
+    raise _too_many_stages(
+        config,
+        sum(room.values()),
+        f": the clusters have no room for more stages of {mesh.num_devices} devices",
+        f"use smaller {names}",
     )
 
 

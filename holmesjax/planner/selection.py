@@ -10,7 +10,7 @@ from holmesjax.planner import prices
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.search import EFFORT, Found, search
 from holmesjax.planner.stage_costs import StageCosts
-from holmesjax.planner.stage_layouts import has_unlike_devices, make_pools
+from holmesjax.planner.stage_layouts import has_unlike_devices, make_pools, tensor_sizes
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology.machines import Topology
 
@@ -43,6 +43,26 @@ def make_problems(
     """Makes a problem with a pool for each cluster; for unlike devices also one by their kind."""
     kinds = (False, True) if has_unlike_devices(topology) else (False,)
     return [make_problem(config, topology, by_kind, usable_memory) for by_kind in kinds]
+
+
+def with_wide_tensor(problems: Sequence[Problem]) -> list[Problem]:
+    """The same problems, with stages whose `tensor` may leave nodes; none if that adds no mesh."""
+    if problems[0].config.parallel.tensor is not None:
+        return []
+    wide = [
+        problem.on(
+            problem.topology,
+            [dataclasses.replace(pool, has_wide_tensor=True) for pool in problem.pools],
+        )
+        for problem in problems
+    ]
+    adds = any(
+        tensor_sizes(problem.config, pool.most_tensor)
+        != tensor_sizes(problem.config, pool.most_in_a_node)
+        for problem in wide
+        for pool in problem.pools
+    )
+    return wide if adds else []
 
 
 def find_within(

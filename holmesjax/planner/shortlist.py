@@ -28,7 +28,7 @@ import numpy as np
 
 from holmesjax.config import Checkpointing, Config
 from holmesjax.planner.layer_ranges import LayerRanges
-from holmesjax.planner.problem import Problem, Segment
+from holmesjax.planner.problem import Problem, Segment, roles
 from holmesjax.planner.stage_layouts import MeshShape, Pool, StepSettings, divisors
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
@@ -54,7 +54,8 @@ def step_settings(config: Config) -> Iterator[StepSettings]:
     elif parallel.schedule is not None and SCHEDULES[parallel.schedule].splits_backward:
         policies = ["none"]
     elif parallel.recomputed_layers is not None:
-        policies = [policy for policy in CHECKPOINTING if policy != "none"]
+        again = any(parallel.recomputed_layers)
+        policies = [policy for policy in CHECKPOINTING if (policy != "none") == again]
     for policy in policies:
         yield from (StepSettings(count, policy) for count in counts)
 
@@ -86,14 +87,25 @@ class Room(NamedTuple):
     """Memory of the stages of one pool with some settings; arrays are [meshes]."""
 
     usable_bytes: float
-    fixed_bytes: np.ndarray  # of a stage, however many layers it has
+    fixed_bytes: np.ndarray  # of a stage in the middle, however many layers it has
     layer_bytes: np.ndarray  # of a unit of load
     kept_bytes: np.ndarray  # by a unit of load of each microbatch in flight
+    spare_bytes: np.ndarray  # that a stage at an end takes less, with one microbatch in flight
+    alone_bytes: np.ndarray  # of the only stage of a plan
+    alone_load: int  # of that stage
+    is_most: bool = False  # whether a stage may stand anywhere, or be the only one
+
+    @property
+    def most(self) -> "Room":
+        """The room of a stage that takes least, wherever it stands."""
+        return self._replace(fixed_bytes=self.fixed_bytes - self.spare_bytes, is_most=True)
 
     def load(self, depth: int, times: float = 1.0) -> np.ndarray:
         """The load of a stage, [meshes], with so many in flight and so many times the memory."""
         left_bytes = times * self.usable_bytes - self.fixed_bytes
-        return left_bytes / (self.layer_bytes + depth * self.kept_bytes)
+        load = left_bytes / (self.layer_bytes + depth * self.kept_bytes)
+        is_alone = self.is_most & (self.alone_bytes <= times * self.usable_bytes)
+        return np.where(is_alone, np.maximum(load, self.alone_load), load)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -128,8 +140,13 @@ class Offers:
 
     @property
     def alone(self) -> "Offers":
-        """Returns these offers without the load that comes once in a step."""
-        return replace(self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s)
+        """Returns these offers with the least that any stage takes, for bounds.
+
+        That is without the load that comes once in a step.
+        """
+        return replace(
+            self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s, room=self.room.most
+        )
 
 
 def _most_load(
@@ -210,8 +227,25 @@ def _room(
         fixed.append(2 * one - more)
         layer.append((more - deep) / load)
         kept.append((deep - one) / load)
-    least = (np.min(costs, axis=0) for costs in (fixed, layer, kept))
-    return Room(problem.usable_bytes(pool_index), *least)
+    fixed_bytes, layer_bytes, kept_bytes = (np.min(own, axis=0) for own in (fixed, layer, kept))
+    ranges, many_bytes = problem.ranges, problem.stage_costs.many_bytes
+    spare_bytes = np.zeros(len(found))
+    for role in roles(2):  # each has one neighbour, and so fewer buffers
+        for kind, load in enumerate(ranges.loads):
+            plain = fixed_bytes + load * (layer_bytes + kept_bytes)
+            own = many_bytes(found, settings, ranges.unit(kind), 1, role)
+            spare_bytes = np.maximum(spare_bytes, plain - own)
+    # The only stage reduces its gradients where its replicas were, too.
+    [only], blocks = roles(1), ranges.counts(0, problem.num_layers)
+    return Room(
+        problem.usable_bytes(pool_index),
+        fixed_bytes,
+        layer_bytes,
+        kept_bytes,
+        spare_bytes,
+        alone_bytes=many_bytes(found, settings, blocks, 1, only),
+        alone_load=ranges.load,
+    )
 
 
 class Choice(NamedTuple):
@@ -364,7 +398,7 @@ def bound_s(problem: Problem, settings: StepSettings, offers: Mapping[int, Offer
 def least_memory(problem: Problem, least: float, most: float) -> float:
     """A factor of the present memory below which no plan fits, from `least` to `most`.
 
-    The ends of the model are not counted, nor more than one microbatch in flight.
+    More than one microbatch in flight is not counted, nor what the ends of the model add.
     """
     for settings in step_settings(problem.config):
         rooms = [
@@ -375,7 +409,7 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
         holds = lambda times, own=rooms: (
             problem.ranges.load
             <= sum(
-                (stages * np.maximum(np.floor(room.load(1, times)), 0)).max()
+                (stages * np.maximum(np.floor(room.most.load(1, times)), 0)).max()
                 for stages, room in own
             )
         )

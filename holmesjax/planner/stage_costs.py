@@ -34,6 +34,7 @@ from holmesjax.planner.stage_layouts import (
 from holmesjax.topology.machines import Numbers
 
 ALONE = InFlight(all=1, head=1)  # one microbatch
+MIDDLE = Role()  # holds neither end of the model
 AXES = tuple(Axis)  # in the order of `MeshShape.sizes`
 
 
@@ -153,7 +154,7 @@ class StageCosts:
             devices = self.devices(pool, mesh, num_stages, index)
             found = arrangements(pool.paths, devices, mesh.sizes)
             fast = [placement for placement in found if not exchanges_slowly(placement.groups)]
-            # Where all are slow, the plan that has one is refused (`refusals`).
+            # Where all are slow, no plan has the stage (`Problem.holds`).
             self._arranged[where] = fast or found
         return self._arranged[where]
 
@@ -310,13 +311,26 @@ class StageCosts:
         return stage_times(self._config.model, shape, pool.kinds, **_by_name(groups))
 
     def many_bytes(
-        self, found: Sequence[MeshShape], settings: StepSettings, blocks: Counts, in_flight: int
+        self,
+        found: Sequence[MeshShape],
+        settings: StepSettings,
+        blocks: Counts,
+        in_flight: int,
+        role: Role = MIDDLE,
     ) -> np.ndarray:
-        """On each device of such stages, [meshes]. Pools with the same meshes share them."""
-        key = tuple(found), settings, blocks, in_flight
+        """The bytes on each device of such stages, [meshes]. Pools with the same meshes share them.
+
+        Args:
+          found: the meshes.
+          settings: microbatches and checkpointing of a step.
+          blocks: Transformer layers of each stage, of each kind.
+          in_flight: microbatches that are held.
+          role: whether the stages hold the embedding or the head.
+        """
+        key = tuple(found), settings, blocks, in_flight, role
         if key not in self._many_bytes:
             held = InFlight(all=in_flight, head=in_flight)
-            shape = self._many_shapes(found, settings, blocks, held)
+            shape = self._many_shapes(found, settings, blocks, held, role)
             items = memory.stage_memory_bytes(self._config.model, shape)
             self._many_bytes[key] = np.sum(np.broadcast_arrays(*items.values()), axis=0)
         return self._many_bytes[key]
@@ -349,9 +363,10 @@ class StageCosts:
         settings: StepSettings,
         blocks: Counts,
         in_flight: InFlight,
+        role: Role = MIDDLE,
     ) -> StageShape:
-        shape = self.shape(_as_arrays(found), settings, Role(), blocks, in_flight)
-        # It may become the only stage, and the bytes of the list are the least that it can hold.
+        shape = self.shape(_as_arrays(found), settings, role, blocks, in_flight)
+        # It may become the only stage.
         return dataclasses.replace(shape, is_whole_step=settings.microbatches == 1)
 
     def layers_s(

@@ -105,6 +105,8 @@ class Pool:
     cluster: Cluster
     devices: Devices
     paths: Paths
+    # Whether `tensor` may have devices of several nodes though the config does not set it.
+    has_wide_tensor: bool = False
 
     @cached_property
     def num_devices(self) -> int:
@@ -123,6 +125,11 @@ class Pool:
     @cached_property
     def most_in_a_node(self) -> int:
         return max(map(len, self.devices.values()))
+
+    @property
+    def most_tensor(self) -> int:
+        """The largest size of `tensor` that is tried if the config sets none."""
+        return self.num_devices if self.has_wide_tensor else self.most_in_a_node
 
     def is_even(self, mesh: MeshShape) -> bool:
         """Whether all stages with a mesh are on equally many devices of equal nodes."""
@@ -166,7 +173,7 @@ class Pool:
         """Returns the devices of each stage. If a pool has more, every stage leaves some idle.
 
         Stages take runs of whole nodes where each can have as many as it needs, else equal runs of
-        devices.
+        devices. If a run crosses nodes although each stage has room inside one, they take that.
         """
         names, size = list(self.devices), mesh.num_devices
         assert num_stages * size <= self.num_devices, (mesh, num_stages, self.num_devices)
@@ -178,7 +185,15 @@ class Pool:
             slots = [(name, number) for name, numbers in self.devices.items() for number in numbers]
             each = len(slots) // num_stages
             shares = [_by_node(slots[i * each : (i + 1) * each]) for i in range(num_stages)]
-        return [_choose(share, mesh) for share in shares]
+        chosen = [_choose(share, mesh) for share in shares]
+        if all(len(share) == 1 for share in chosen):
+            return chosen
+        inside = [
+            {name: numbers[start : start + size]}
+            for name, numbers in self.devices.items()
+            for start in range(0, len(numbers) - size + 1, size)
+        ]
+        return inside[:num_stages] if len(inside) >= num_stages else chosen
 
 
 def kinds_of(nodes: Iterator[Node]) -> tuple[DeviceKind, ...]:
@@ -345,7 +360,7 @@ def meshes(config: Config, pool: Pool, settings: StepSettings) -> Iterator[MeshS
         return
     cuts = [
         (tensor, context, is_cut)
-        for tensor in tensor_sizes(config, pool.most_in_a_node)
+        for tensor in tensor_sizes(config, pool.most_tensor)
         for context in context_sizes(config, pool.num_devices // tensor)
         for is_cut in sequence_parallel_choices(config, tensor, context)
     ]

@@ -6,12 +6,17 @@ import types
 import numpy as np
 import pytest
 
+from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import Around, ScheduleKind
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.problem import roles
+from holmesjax.planner.selection import make_problem
+from holmesjax.planner.stage_costs import ALONE
+from holmesjax.planner.stage_layouts import Role
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, leanest, schedule
 from holmesjax.schedules.simulation import Simulator
 from tests.clock import finish_times
+from tests.planner.test_pins import random_case
 
 ORDERS = [
     ("gpipe", 3, 4, 1, ()),
@@ -21,6 +26,26 @@ ORDERS = [
     ("zero_bubble", 3, 5, 1, ()),
     ("1f1b", 1, 3, 1, ()),
 ]
+
+
+def test_no_stage_takes_less_memory_than_a_bound_says():
+    """A stage has one microbatch in flight; the only stage has all layers."""
+    topology, config, _ = random_case(6)
+    problem = make_problem(config, topology)
+    whole = problem.num_layers
+    for settings in shortlist.step_settings(config):
+        meshes = problem.meshes(0, settings)
+        if not meshes:
+            continue
+        room = shortlist.make_offers(problem, settings)[0].alone.room
+        for role in (*roles(1), *roles(3)):
+            for number in [whole] if role == Role(True, True) else range(1, whole):
+                for place, mesh in enumerate(meshes):
+                    memory_bytes = problem.stage_costs.memory_bytes(
+                        mesh, settings, role, (number,), ALONE
+                    )
+                    load = room.load(1, memory_bytes / room.usable_bytes * (1 + 1e-9))[place]
+                    assert load >= number * (1 - 1e-6), (mesh, settings, role, number)
 
 
 def test_the_clock_says_of_many_assignments_when_each_ends():

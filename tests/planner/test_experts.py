@@ -7,6 +7,8 @@ from holmesjax.config import ExpertsConfig
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.planner import make_plan
+from holmesjax.planner.selection import make_problem
+from holmesjax.planner.stage_layouts import MeshShape
 from tests.clusters import make_cluster, make_config, make_topology, refusal
 
 EXPERTS = {
@@ -32,6 +34,26 @@ def test_tokens_are_exchanged_over_fast_links_alone():
     [stage] = make_plan(four, ethernet).stages
     assert (stage.fabrics[Axis.EXPERT], stage.fabrics[Axis.DATA]) == ("nvlink", "ethernet")
     for stage in make_plan(make_config(model=EXPERTS, parallel=FEW, stages=1), ethernet).stages:
+        assert stage.fabrics.get(Axis.EXPERT, "local") in ("local", "nvlink")
+
+
+def test_a_stage_does_not_cross_nodes_that_have_room_for_it():
+    """Three stages of three devices: equal runs of the twelve would put one into both nodes."""
+    model = EXPERTS | {
+        "experts": ExpertsConfig(count=18, active=2, width=1024),
+        "num_layers": 6,
+        "width": 1152,
+        "num_heads": 6,
+    }
+    train, few = {"global_batch": 36}, FEW | {"microbatches": 2, "stages": 3}
+    topology = make_topology(make_cluster("a", "ethernet", (6, 6), memory_gib=2.5))
+    config = make_config(model=model, train=train, parallel=few)
+    [pool] = make_problem(config, topology).pools
+    for mesh in (MeshShape(3, 1, 1), MeshShape(1, 2, 1), MeshShape(6, 1, 1)):
+        for stages in range(1, 12 // mesh.num_devices + 1):
+            assert pool.is_even(mesh)
+            assert {len(devices) for devices in pool.slots(mesh, stages)} == {1}, (mesh, stages)
+    for stage in make_plan(config, topology).stages:
         assert stage.fabrics.get(Axis.EXPERT, "local") in ("local", "nvlink")
 
 

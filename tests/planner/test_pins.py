@@ -46,6 +46,8 @@ OTHER_PINS = {  # and values that a run may set whatever the machines are
     "activation_checkpointing": ("none", "dots", "full"),
 }
 
+MORE = ("context", "expert", "recomputed_layers")  # of a plan, for a run that sets them
+
 
 def random_case(seed):
     """Machines, a config without pins, and the generator of what is pinned."""
@@ -134,20 +136,28 @@ def look_at(seed):
     own = {name: pins.chosen(free, name) for name in (*OTHER_PINS, "layers", "clusters")}
     own = {name: value for name, value in own.items() if value is not None}
     chosen = dict(rng.sample(sorted(own.items()), rng.randint(1, len(own))))
-    faults = []
-    again = plan_or_none(config, topology, chosen)
-    if again is None:
-        faults.append(f"refuses its own {chosen}")
-    elif abs(again.step_time_s / free.step_time_s - 1) > EXACT:
-        faults.append(f"{again.step_time_s / free.step_time_s - 1:+.2%} with its own {chosen}")
+    faults = set_to_its_own(free, config, topology, chosen)
     names = rng.sample(sorted(OTHER_PINS), rng.choice([1, 1, 2, 3]))
     other = {name: rng.choice(OTHER_PINS[name]) for name in names}
+    own |= {name: value for name in MORE if (value := pins.chosen(free, name)) is not None}
+    alone = rng.choice(sorted(own))
+    faults += set_to_its_own(free, config, topology, {alone: own[alone]})
     with_other = plan_or_none(config, topology, other)
     if with_other is None or with_other.exception:
         return Case(faults)
     if with_other.step_time_s < free.bound_s * (1 - EXACT):
         faults.append(f"below the bound with {other}")
     return Case(faults, max(0.0, 1 - with_other.step_time_s / free.step_time_s))
+
+
+def set_to_its_own(free, config, topology, own):
+    """What is wrong with the plan of a run that sets some choices of the plan without any."""
+    again = plan_or_none(config, topology, own)
+    if again is None:
+        return [f"refuses its own {own}"]
+    if abs(again.step_time_s / free.step_time_s - 1) > EXACT:
+        return [f"{again.step_time_s / free.step_time_s - 1:+.2%} with its own {own}"]
+    return []
 
 
 def refused_in_vain(config, topology):
@@ -245,8 +255,25 @@ def test_a_plan_says_that_tensor_leaves_its_node():
     assert "leaves the node in stage 0 (roce)" in "\n".join(plans.describe(changed))
 
 
-# The last three were better with their own settings before a search looked again with these.
-@pytest.mark.parametrize("seeds", [range(6), range(6, 12), range(12, 18), (101, 108, 113)])
+@pytest.mark.parametrize("fabric", ["infiniband", "ethernet"])
+def test_tensor_leaves_nodes_where_nothing_fits_without(fabric):
+    """The pair has a device in each node; the other cluster must not make it slower."""
+    pair = make_cluster("pair", fabric, (1, 1), memory_gib=0.6)
+    topology = make_topology(
+        make_cluster("one", "infiniband", (2,), memory_gib=0.6, speed=0.5), pair
+    )
+    model = {"num_layers": 2, "width": 1024, "num_heads": 4, "vocab_size": 32_000}
+    config = make_config(model=model, parallel={}, train={"global_batch": 8})
+    plan = make_plan(config, topology)
+    assert not plan.exception
+    assert "leaves the node in stage" in "\n".join(plans.describe(plan))
+    pinned = make_plan(pinned_to(config, {"tensor": 2}), topology)
+    assert plan.step_time_s == pytest.approx(pinned.step_time_s, rel=EXACT)
+
+
+# Of the last, three were better with their own settings before a search looked again with these; 84
+# was refused while bounds of memory left out where the only stage reduces.
+@pytest.mark.parametrize("seeds", [range(6), range(6, 12), range(12, 18), (84, 101, 108, 113)])
 def test_pins_never_make_a_plan_better_and_a_plan_can_be_pinned(seeds):
     assert {seed: own for seed in seeds if (own := look_at(seed).faults)} == {}
 

@@ -116,6 +116,14 @@ def test_a_plan_says_which_layers_compute_again_and_can_be_pinned_to_them():
     assert again.recomputed_layers == plan.recomputed_layers
 
 
+def test_numbers_alone_are_refused_only_if_they_fit_with_no_split():
+    """The first stage has six that compute again: more layers than its speed asks for."""
+    config, topology = little_memory(recomputed_layers=(6, 0))
+    plan = make_plan(config, topology)
+    assert [stage.num_blocks for stage in plan.stages] == [6, 2]
+    assert plan.recomputed_layers == (6, 0)
+
+
 def test_numbers_of_layers_that_do_not_fit_are_refused_with_what_would():
     settings = {"schedule": "1f1b", "microbatches": 4, "activation_checkpointing": "full"}
     config, topology = little_memory(**settings, recomputed_layers=(0, 0))

@@ -82,7 +82,10 @@ def test_interleaving_needs_two_stages_and_a_layer_for_each_chunk():
     assert error.found == "7 * 2 = 14"
     assert error.fix == "set parallel.chunks to 6 or less"
     few = make_config(**INTERLEAVED, model={"num_layers": 3})
-    assert refusal(few, two_clusters()).fix == "use fewer stages"  # one chunk is no interleaving
+    fix = "set parallel.schedule to 1f1b"  # two stages are the fewest, and two chunks
+    assert refusal(few, two_clusters()).fix == fix
+    unset = make_config(schedule="interleaved_1f1b", model={"num_layers": 3})
+    assert refusal(unset, two_clusters()).where == "parallel.schedule"
 
 
 def test_an_interleaved_pipeline_gets_as_many_stages_as_go_into_its_microbatches():
@@ -93,6 +96,20 @@ def test_an_interleaved_pipeline_gets_as_many_stages_as_go_into_its_microbatches
 def test_more_stages_than_devices_are_refused():
     small = make_topology(make_cluster("a", "roce", (2,)))
     assert "2, the number of devices" in refusal(make_config(tensor=1, stages=3), small).problem
+
+
+@pytest.mark.parametrize("name", ["layers", "recomputed_layers", "clusters"])
+def test_a_refusal_names_the_setting_that_says_how_many_stages_there_are(name):
+    values = {"layers": (2, 2, 2), "clusters": ("a",) * 3}.get(name, (0, 0, 0))
+    sizes = {"model": {"num_layers": 6}, "stages": None, name: values}
+    small = make_topology(make_cluster("a", "roce", (2,)))
+    error = refusal(make_config(tensor=1, **sizes), small)
+    assert error.where == f"parallel.{name}"
+    assert "parallel.stages" not in error.fix
+    wide = make_topology(make_cluster("a", "roce", (4,)))
+    error = refusal(make_config(tensor=2, **sizes), wide)
+    assert error.where == f"parallel.{name}"
+    assert "parallel.stages" not in error.fix
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_a_remedy_that_works():
