@@ -316,8 +316,8 @@ def uncut_numbers(model: ModelConfig, stage: StageShape) -> Sizes:
 
 
 def unsent_numbers(
-    model: ModelConfig, ends: tuple[bool, bool], num_tokens: Numbers, tensor: Sizes
-) -> Numbers:
+    model: ModelConfig, ends: tuple[bool, bool], num_tokens: Sizes, tensor: Sizes
+) -> Sizes:
     """Numbers of the embedding's tables that a device does not gather, as it gets rows instead.
 
     Each device looks up its part of the rows of all tokens of the replica, and they are then cut

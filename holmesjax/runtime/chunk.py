@@ -257,7 +257,7 @@ class Chunk:
         num_tokens = sequences * self.model.context_length // self.num_parts
         tensor = self.mesh.shape[Axis.TENSOR]
         ends = self.is_first, self.is_last
-        return unsent_numbers(self.model, ends, num_tokens, tensor) > 0
+        return bool(unsent_numbers(self.model, ends, num_tokens, tensor) > 0)
 
     @property
     def sequence_parallel(self) -> bool:
