@@ -92,7 +92,7 @@ def _ways(plan: Plan) -> Iterator[Way]:
 
 
 def _pipeline(config: Config, topology: Topology, say: Saying, usable_memory: float) -> Way:
-    """The best pipeline over all clusters with the other settings of the run."""
+    """The best plan without islands: a pipeline over clusters, or one of them alone."""
     what = "a pipeline over the links"
     try:
         plan = make_plan(without_islands(config), topology, say, usable_memory)
@@ -102,7 +102,7 @@ def _pipeline(config: Config, topology: Topology, say: Saying, usable_memory: fl
     ways = Counter((a, b) for a, b in pairwise(homes) if a != b)
     busiest = max(ways.values(), default=0)
     return Way(
-        what=what,
+        what=what if ways else f"no islands, and {homes[0]} alone",
         step_s=plan.step_time_s,
         sent_bytes=busiest * plan.microbatches * plan.boundary_bytes,
         exposed_s=plan.shares.get("boundary", 0.0) * plan.step_time_s,

@@ -12,7 +12,7 @@ from holmesjax.errors import HolmesError, Mistakes
 from holmesjax.files import schema
 from holmesjax.files.yaml_files import Document, Keys
 from holmesjax.topology import calibration, catalogue
-from holmesjax.topology.fabrics import NETWORKS
+from holmesjax.topology.fabrics import FABRICS, NETWORKS
 from holmesjax.topology.file import (
     CapacityEntry,
     ClusterEntry,
@@ -176,6 +176,9 @@ def links_join_clusters(document: Document, file: TopologyEntry) -> Iterator[Hol
         for mistake in schema.findings(_ends_exist, document, ("links", i), link, names)
     ]
     yield from wrong
+    if not wrong:
+        for i, link in enumerate(file.links):
+            yield from schema.findings(_ends_have_nics, document, ("links", i), link, file)
     pairs = [tuple(link.between) for link in file.links]
     for i, pair in enumerate(pairs):
         if pair in pairs[:i]:
@@ -208,6 +211,26 @@ def _are_two_clusters(
         if name not in names:
             fix = schema.near(name, names)
             yield document.mistake((*place, i), "no such cluster", found=name, fix=fix)
+
+
+def _ends_have_nics(
+    document: Document, keys: Keys, link: LinkEntry, file: TopologyEntry
+) -> Iterator[HolmesError]:
+    """RDMA needs a NIC of its fabric at both ends; every machine has some Ethernet."""
+    if not FABRICS[link.fabric].is_rdma:
+        return
+    for cluster in file.clusters:
+        if cluster.name not in link.between:
+            continue
+        owners: Sequence[Any] = [cluster] if isinstance(cluster.nodes, int) else cluster.nodes
+        for owner in owners:
+            nics = (cluster.nics if owner.nics is None else owner.nics) or ()
+            if not {_nic_fabric(nic) for nic in nics} & {link.fabric, None}:
+                problem = f"{owner.name} has no NIC on it"
+                found = ", ".join(nic.kind for nic in nics) or "no NICs"
+                fix = f"correct the fabric of the link, or add a NIC of {link.fabric} there"
+                yield document.mistake((*keys, "fabric"), problem, found=found, fix=fix)
+                break
 
 
 def uplinks_are_shared(document: Document, file: TopologyEntry) -> Iterator[HolmesError]:

@@ -1,6 +1,7 @@
 """Waits for processes that somebody else starts: a scheduler, or a person on each node."""
 
 import shlex
+from collections.abc import Mapping
 
 from holmesjax.errors import ConfigError
 from holmesjax.topology.machines import Topology
@@ -34,13 +35,12 @@ class ExternalLauncher:
     def start(self, start: ProcessStart, events: EventSink) -> None:
         if start.command[0] == "store":
             node = start.process.node
-            print(f"{node} has a part of the checkpoint; start there, with the same variables:")
+            print(f"{node} has a part of the checkpoint; start there, with these set:")
+            _print_variables(start.env)
             print("  python -m launch store <its run folder>", flush=True)
         elif start.process.number == 0:
-            env = start.env
-            variables = [name for name in env if name not in OF_A_START]
             print("waiting for the processes; start each on its node with these set:")
-            print(*(f"  {name}={shlex.quote(env[name])}" for name in variables), sep="\n")
+            _print_variables(start.env)
             print("  HOLMES_PROCESS=<number>        # or let Slurm, Open MPI or Kubernetes say it")
             print("  # where `python -m launch nics` finds the wrong addresses of a node:")
             print("""  HOLMES_ADDRESSES='{"<fabric>": ["<its address there>"]}'""")
@@ -48,6 +48,11 @@ class ExternalLauncher:
 
     def end(self) -> None:
         """Does nothing: processes end by themselves when the controller has gone."""
+
+
+def _print_variables(env: Mapping[str, str]) -> None:
+    for name in [name for name in env if name not in OF_A_START]:
+        print(f"  {name}={shlex.quote(env[name])}")
 
 
 def for_nodes(topology: Topology, options: LauncherOptions) -> ExternalLauncher:

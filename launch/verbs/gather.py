@@ -66,11 +66,15 @@ def _stores(job: Job, found: Checkpoint, args: argparse.Namespace) -> Iterator[R
     launcher = table.make(kind, job.topology, args)
     names = {where["node"] for where in away.values() if not places.is_url(where["folder"])}
     nodes = [process for process in node_processes(job.topology) if process.node in names]
-    key_file = job.run_dir / f"gather_{os.getpid()}.key"
+    given = os.environ.get("HOLMES_KEY_FILE") if kind.is_passive else None
+    key_file = Path(given or job.run_dir / f"gather_{os.getpid()}.key")
     wait_s = PASSIVE_WAIT_S if kind.is_passive else WAIT_S
     with contextlib.ExitStack() as stack:
-        stack.callback(key_file.unlink, missing_ok=True)
-        key = connections.make_key_file(key_file)
+        if given:
+            key = connections.read_key_file(key_file)
+        else:
+            stack.callback(key_file.unlink, missing_ok=True)
+            key = connections.make_key_file(key_file)
         hub = StoreHub(job.run_dir, (), say, wait_s)
         stack.callback(hub.close)
         sock = connections.listen(launcher.address, launcher.port)

@@ -404,6 +404,12 @@ def test_two_clusters_need_a_link(load):
     assert row == (1, "links", "no link joins the clusters 'ib' and 'roce'", "no link", add)
 
 
+@pytest.mark.parametrize("fabric, owner", [("infiniband", "a"), ("roce", "ib")])
+def test_a_link_over_rdma_needs_its_nics_at_both_ends(load, fabric, owner):
+    [row] = refused(load, TWO.replace("fabric: ethernet,", f"fabric: {fabric},"))
+    assert row[1:3] == ("links[0].fabric", f"{owner} has no NIC on it")
+
+
 def test_clusters_with_one_name(load):
     text = TWO.replace("name: roce", "name: ib").replace("[ib, roce]", "[ib, ib]")
     rows = [(line, key, problem) for line, key, problem, *_ in refused(load, text)]
