@@ -21,6 +21,7 @@ MISTAKES = [
     (f"plan RUN run.dir={LONG}", "run.dir: cannot be looked at", "too long", "another run.dir"),
     (f"generate {LONG}", LONG, "File name too long", "check the path"),
     ("plan configs/runs/quickstrat.yaml", "no such file", "nothing there", "runs/quickstart.yaml?"),
+    ("plan RUN topology=run_topolgy.yaml", "no such file", "topolgy", "did you mean run_topology"),
     ("plan RUN topology=ib_roce", "topology: no such file", "ib_roce,", "topologies/NAME.yaml"),
     (
         "plan org/model",

@@ -1,6 +1,7 @@
 """Run files: read with presets and overrides below and above them, and written."""
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,13 @@ def topology_path(config: Config, run_file: str | Path) -> Path:
         if yaml_files.may_be_file(candidate):
             return candidate
     known = {path.stem: path for path in sorted(CHECKOUT.glob("configs/topologies/*.yaml"))}
-    near = schema.near(Path(config.topology).stem, list(known))
     found = f"{config.topology}, looked for in {', '.join(map(str, dict.fromkeys(folders)))}"
-    fix = f"{near} (write configs/topologies/NAME.yaml)"
+    here = [path.name for folder in (folders[0], folders[-1]) for path in folder.glob("*.yaml")]
+    if close := difflib.get_close_matches(config.topology, here, n=1, cutoff=0.8):
+        fix = f"did you mean {close[0]}?"
+    else:
+        near = schema.near(Path(config.topology).stem, list(known))
+        fix = f"{near} (write configs/topologies/NAME.yaml)"
     raise ConfigError("topology", "no such file", found=found, fix=fix)
 
 

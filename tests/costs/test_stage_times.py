@@ -79,8 +79,8 @@ def test_fsdp_worked_by_hand():
     ring_s = lambda numbers: (
         5 * (collective_times.START_S + 3.0 + 4 * numbers / 5 / 2 / 100)
     )  # of 5 layers
-    assert cut.forward_fsdp_s == pytest.approx(ring_s(layers + 2 * table + norm))
-    # The backward gathers all but the embedding, whose gradient is that of 4 rows of D numbers.
+    # Of the embedding 4 rows of D numbers are sent; the backward sends their gradients alone.
+    assert cut.forward_fsdp_s == pytest.approx(ring_s(layers + table + norm + 4 * 2))
     gathered, reduced = layers + table + norm, layers + table + norm + 4 * 2
     assert cut.backward_fsdp_s == pytest.approx(ring_s(gathered) + ring_s(reduced))
     assert whole.forward_fsdp_s == whole.backward_fsdp_s == 0.0
@@ -96,7 +96,7 @@ def test_context_worked_by_hand():
     whole, cut = (
         stage_times(
             MODEL,
-            shape_of(context=n, sequences=5),
+            shape_of(context=n, sequences=4),
             [DEVICE],
             data=None,
             tensor=None,
@@ -105,25 +105,25 @@ def test_context_worked_by_hand():
         for n in (1, 2)
     )
     ring_s = lambda num_bytes: collective_times.START_S + 3.0 + num_bytes / 2 / 100
-    keys_s = ring_s(5 * 2 * (2 + 2) * 4)  # as large as their gradients in float32
+    keys_s = ring_s(4 * 2 * (2 + 2) * 4)  # as large as their gradients in float32
     assert cut.forward_context_s == pytest.approx(3 * keys_s)
     assert cut.backward_context_s == pytest.approx(3 * 2 * keys_s)
     assert whole.forward_context_s == whole.backward_context_s == 0.0
-    fsdp = stage_times(MODEL, shape_of(fsdp=2, sequences=5), [DEVICE], None, None, PAIR)
+    fsdp = stage_times(MODEL, shape_of(fsdp=2, sequences=2), [DEVICE], None, None, PAIR)
     assert cut.forward_fsdp_s == fsdp.forward_fsdp_s
     # Each of the two computes 0.5625 of its own pairs, and half of those with the other.
-    attention_s = 5 * 16 / 1e6 * (2 * 0.5625 - 0.5625 - 1 / 2)
+    attention_s = 4 * 16 / 1e6 * (2 * 0.5625 - 0.5625 - 1 / 2)
     assert whole.forward_s - 2 * cut.forward_s == pytest.approx(3 * attention_s)
     assert cut.update_s == whole.update_s / 2
     middle = stage_times(
         MODEL,
-        shape_of(context=2, sequences=5, is_first=False, is_last=False),
+        shape_of(context=2, sequences=4, is_first=False, is_last=False),
         [DEVICE],
         data=None,
         tensor=None,
         context=PAIR,
     )
-    boundary_s = collective_times.START_S + 3.0 + 5 * 2 * 4 / 100  # of the 5 tokens on a device
+    boundary_s = collective_times.START_S + 3.0 + 4 * 2 * 4 / 100  # of the 4 tokens on a device
     more_s = middle.forward_context_s - cut.forward_context_s
     assert more_s == pytest.approx(2 * boundary_s)
     whole_s = cut.forward_s + cut.forward_fsdp_s + cut.forward_context_s
