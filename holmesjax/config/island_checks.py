@@ -30,6 +30,8 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
 
 
 def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if not parallel.has_islands:
+        return
     every, fragments, delay = parallel.meets_every, parallel.fragments or 1, parallel.delay or 0
     if every % fragments:
         problem = f"must divide parallel.every = {every}: fragments meet at equal distances"

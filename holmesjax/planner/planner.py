@@ -237,7 +237,8 @@ def _find_fitting(
 ) -> tuple[tuple[Problem, Found] | None, tuple[Problem, Found] | None]:
     """The best plans that memory holds; and the `nearest`, if they were looked for."""
     if least_memory(problems) > 1.0:
-        return None, None
+        close = nearest(problems)  # the bound is one of costs: a refusal is looked at once more
+        return fits_after_all(problems, close), close
     if (result := find_within(problems, say=say)) is not None:
         return result, None
     say("the plan that comes nearest, as none fits the memory")
