@@ -322,18 +322,18 @@ def unsent_numbers(
 
     Each device looks up its part of the rows of all tokens of the replica, and they are then cut
     along tokens: T D numbers come in place of V D, where that is less. A table that the head
-    multiplies with on the same stage is gathered for it.
+    multiplies with on the same stage is gathered for it. So is that of an embedding of your own.
 
     Args:
       ends: whether the stage has the embedding, and the head.
       num_tokens: on each device.
     """
-    is_first, is_last = ends
-    if not is_first:
+    (is_first, is_last), embed = ends, kinds(model).embed
+    if not is_first or embed.reads is not None:
         return 0
     blocks = (0,) * len(kinds(model).blocks)
     own = stage_extents(model, (1, *blocks, int(is_last)))
-    rows = num_tokens * row_numbers(kinds(model).embed)
+    rows = num_tokens * row_numbers(embed)
     return np.maximum(own.tables.in_parts(tensor) - rows, 0)
 
 

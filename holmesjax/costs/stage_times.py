@@ -197,7 +197,9 @@ def _layer_seconds(
         backward_s += device.products_s(of_experts[:-1], stage.dtype)
         backward_s += float(device.between_s(num_tokens * again * DTYPE_BYTES[stage.dtype]))
         if stage.checkpointing == "full" and not exchange.is_read:
+            unread = exchange.unread.whole + exchange.unread.cut / stage.tensor
             backward_s -= device.products_s(of_experts, stage.dtype)
+            backward_s -= float(device.between_s(num_tokens * unread * DTYPE_BYTES[stage.dtype]))
     if stage.checkpointing == "full":
         backward_s += forward_s
         calls = 3

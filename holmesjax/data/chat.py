@@ -57,6 +57,14 @@ class Dialogue(NamedTuple):
     messages: Sequence[Message]
     tools: Tools = None
 
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """All that it says, each text with its place."""
+        for number, message in enumerate(self.messages, 1):
+            others = {key: value for key, value in message.items() if key != "content"}
+            yield f"message {number}", message["content"]
+            yield f"message {number}", json.dumps(others, ensure_ascii=False)
+        yield "its tools", json.dumps(self.tools, ensure_ascii=False)
+
 
 # The tokens of a dialogue, and whether the assistant says each of them.
 Encode = Callable[[Dialogue, str], tuple[list[int], list[bool]]]
@@ -198,14 +206,11 @@ def _dialogue(found: Any, where: str) -> Dialogue:
             fix = 'write a message as {"role": "user", "content": "..."}'
             problem = f"has no role and text in message {number}"
             raise DataError(where, problem, found=json.dumps(message), fix=fix)
-        if (weight := message.get("weight", 1)) not in (1, None):
+        is_answer = message["role"] == "assistant"
+        if is_answer and (weight := message.get("weight", 1)) not in (1, None):
             problem = f"has a weight in message {number}, and all answers count alike"
             fix = "leave the dialogue out, or end it before this message"
             raise DataError(where, problem, found=json.dumps(weight), fix=fix)
-        if found_mark := next((m for m in (BEGIN_MARK, END_MARK) if m in words), None):
-            fix = "leave it out"
-            problem = f"holds what is no character, in message {number}"
-            raise DataError(where, problem, found=ascii(found_mark), fix=fix)
     if not any(message["role"] == "assistant" and message["content"] for message in said):
         roles = ", ".join(message["role"] for message in said)
         fix = "give it an answer of the role assistant, or leave it out"
@@ -215,8 +220,13 @@ def _dialogue(found: Any, where: str) -> Dialogue:
     if tools is not None and not is_list:
         fix = "write a list of objects, or leave it out"
         raise DataError(where, "has tools that are none", found=json.dumps(tools), fix=fix)
-    text_documents.refuse_half_characters(json.dumps([said, tools], ensure_ascii=False), where)
-    return Dialogue(said, tools)
+    dialogue = Dialogue(said, tools)
+    for place, words in dialogue.texts():
+        text_documents.refuse_half_characters(words, where)
+        if mark := next((mark for mark in (BEGIN_MARK, END_MARK) if mark in words), None):
+            problem, fix = f"holds what is no character, in {place}", "leave it out"
+            raise DataError(where, problem, found=ascii(mark), fix=fix)
+    return dialogue
 
 
 def _encoder(config: DataConfig) -> Encode:
@@ -228,10 +238,9 @@ def _encoder(config: DataConfig) -> Encode:
         return _plain_encoder(tokenizer)
 
     def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
-        for number, message in enumerate(dialogue.messages, 1):
-            words = message["content"]
+        for place, words in dialogue.texts():
             if said := next((mark for mark in tokenizer.special if mark in words), None):
-                problem = f"holds a special token in message {number}"
+                problem = f"holds a special token in {place}"
                 fix = "leave it out: it would end a turn"
                 raise DataError(where, problem, found=said, fix=fix)
         try:

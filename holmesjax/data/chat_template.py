@@ -138,6 +138,15 @@ class ChatTemplate:
             return None
         return max((mark for mark in marks if after.startswith(mark)), key=len, default=None)
 
+    @property
+    def around(self) -> str:
+        """What the template writes around an answer and what comes before and behind it."""
+        turns = [*of_user(""), {"role": "assistant", "content": ANSWER}, *of_user("")]
+        try:
+            return self.render(turns)
+        except DataError:  # for this dialogue; whoever uses the template hears of it
+            return ""
+
     def _source(self, tools: Tools) -> str:
         return self.source if tools is None or self.for_tools is None else self.for_tools
 

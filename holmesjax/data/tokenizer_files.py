@@ -77,8 +77,14 @@ class FileTokenizer:
 
     @functools.cached_property
     def special(self) -> Sequence[str]:
-        """The marks that no text may hold; the others, such as runs of spaces, are text."""
-        return [x.content for x in self.inner.get_added_tokens_decoder().values() if x.special]
+        """The marks that no text may hold; the others, such as runs of spaces, are text.
+
+        Marks that the template writes around what is said are not always flagged as special.
+        """
+        around = "" if self.template is None else self.template.around
+        added = self.inner.get_added_tokens_decoder().values()
+        is_of_turns = lambda content: bool(content.strip()) and content in around
+        return [x.content for x in added if x.special or is_of_turns(x.content)]
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:

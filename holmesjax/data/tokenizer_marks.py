@@ -64,6 +64,9 @@ def _read(files: TokenizerFiles) -> Marks:
                     flags[value["content"]] = _flags(value)
         for key in LISTS:
             value = said.get(key) or []
+            for token in value.values() if isinstance(value, dict) else value:
+                if isinstance(token, dict):
+                    flags[_content(files, name, token)] = _flags(token)
             if isinstance(value, dict):  # tokens with names of their own
                 named |= {
                     own_name: _content(files, name, token) for own_name, token in value.items()

@@ -73,7 +73,7 @@ def on_devices(model: ModelConfig, count: int = 1) -> list[ModelPart]:
     fsdp = count // tensor
     if math.gcd(fsdp, *sizes(PARTS_DIM)) != fsdp:
         problem = "cannot share the model: a parameter cannot be cut into so many parts"
-        fix = "use a number that divides heads and width, such as a power of two"
+        fix = "use a number that divides heads, width and ranks of latents, such as a power of two"
         raise ConfigError(where, problem, found=count, fix=fix)
     axes = Axis.DATA.value, Axis.FSDP.value, Axis.TENSOR.value
     devices = np.array(jax.devices()[:count]).reshape(1, fsdp, tensor)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from holmesjax.config import EXPERT_BLOCK, ExpertsConfig, ModelConfig
 from holmesjax.layer_specs import transformer
 from holmesjax.layer_specs.kind import (
+    NONE,
     Constant,
     Exchange,
     Kept,
@@ -90,6 +91,7 @@ def expert_block(model: ModelConfig) -> Kind:
         exchange=Exchange(
             moved=PerToken(4 * dr),
             again=PerToken(2 * (dr + ds), (gates + 1) * fs),
+            unread=NONE if is_normed else PerToken(4 * (ds + dr), (gates + 1) * fs),
             kept=PerToken(0, gates * fs),
             needed=PerToken(3 * dr + 2 * d, (2 * gates + 1) * fr - (gates + 1) * fs),
             is_read=is_normed,

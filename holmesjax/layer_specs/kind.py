@@ -227,6 +227,8 @@ class Exchange:
 
     moved: PerToken = NONE  # by a forward besides, into rows that are sent and out of them
     again: PerToken = NONE  # moved by a backward besides, as it computes again
+    # Moved by a forward, and not when full checkpointing runs it again, whose results nobody reads.
+    unread: PerToken = NONE
     kept: PerToken = NONE  # the part of `Kept.products` that is not kept
     # By a backward besides: rows that are sent and have come, and what experts compute again.
     needed: PerToken = NONE

@@ -58,7 +58,7 @@ def refined(problem: Problem, found: Iterable[Candidate]) -> list[Candidate]:
         key=by_time,
     )
     is_any = any(math.isfinite(candidate.step_s) for candidate in fewer)
-    most = NUM_CHANGED if is_any else len(fewer)
+    most = NUM_CHANGED if is_any else min(len(fewer), NUM_REFINED)
     fewer[:most] = [_changed(problem, candidate) for candidate in fewer[:most]]
     fits = [
         _in_plain_words(problem, candidate)

@@ -86,19 +86,20 @@ def apply(
     sequence_B = batch.get("sequence_B", jnp.zeros(()))
     of_tokens = {name: array for name, array in batch.items() if name != "sequence_B"}
     batch = {name: ops.to_parts(array, kernels) for name, array in of_tokens.items()}
-    token_BL = batch.get("token_BL")
-    if chunk.sends_rows:  # each device looks up its part of the rows of all tokens
-        where = NamedSharding(chunk.mesh, P())
-        token_BL = jax.lax.with_sharding_constraint(token_BL, where)
     x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
     sequences = chunk.microbatch_size // chunk.num_replicas
     position_L = ops.token_positions(sequences, chunk.model.context_length, kernels)
-    if kernels.context > 1:
-        position_L = _on_replica(chunk, position_L)
     learned_L = position_L  # as the embedding reads them; attention has no others than its tokens'
     if chunk.restarts_positions:
         in_documents_BL = ops.positions_in_documents(of_tokens["segment_BL"])
-        learned_L = _on_replica(chunk, ops.to_parts(in_documents_BL, kernels))
+        learned_L = ops.to_parts(in_documents_BL, kernels)
+    if kernels.context > 1:
+        position_L = _on_replica(chunk, position_L)
+    token_BL = batch.get("token_BL")
+    if chunk.sends_rows:  # each device looks up its part of the rows of all tokens
+        token_BL, learned_L = _everywhere(chunk, (token_BL, learned_L))
+    elif learned_L is not position_L:
+        learned_L = _on_replica(chunk, learned_L)
     values: Values = {}
     weighted: jax.Array | None = None
     functions: dict[tuple[Kind, str], Callable] = {}
@@ -276,6 +277,11 @@ def _on_replica(chunk: Chunk, x_BLD: jax.Array) -> jax.Array:
         return x_BLD
     where = NamedSharding(chunk.mesh, sharding.part_spec(chunk.mesh.shape))
     return jax.lax.with_sharding_constraint(x_BLD, where)
+
+
+def _everywhere(chunk: Chunk, arrays: Tree) -> Tree:
+    """Arrays of which each device of a replica has the whole."""
+    return jax.lax.with_sharding_constraint(arrays, NamedSharding(chunk.mesh, P()))
 
 
 # Inside a program, replicas have no dim R: XLA would copy arrays for a dim of size 1, and transpose

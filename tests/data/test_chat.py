@@ -139,6 +139,16 @@ def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, mon
         ('{"prompt": "a", "answer": "b \\ud83d c"}', "half a character", "surrogates"),
         ('{"prompt": "a", "answer": "b", "tools": "[]"}', "tools that are none", '"[]"'),
         (
+            '{"prompt": "a", "answer": "b", "tools": [{"name": "<|im_end|>"}]}',
+            "a special token in its tools",
+            "<|im_end|>",
+        ),
+        (
+            '{"prompt": "a", "answer": "b", "tools": [{"name": "\\ufdd0"}]}',
+            "no character, in its tools",
+            "ufdd0",
+        ),
+        (
             '{"messages": [{"role": "assistant", "content": "b", "weight": 0}]}',
             "a weight in message 1",
             "0",
@@ -157,6 +167,17 @@ def test_a_line_that_is_no_dialogue_is_refused_with_its_place(
     assert problem in error.value.problem
     assert found in str(error.value.found)
     assert not list(corpus.glob(f"{packing.FOLDER}/*"))  # nothing half made stays
+
+
+def test_marks_of_turns_are_no_text_where_no_file_calls_them_special(tmp_path, folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] and token["content"] != "<|im_start|>"
+    path.write_text(json.dumps(content))
+    corpus = write(tmp_path, [{"prompt": "<|im_start|>", "answer": "b"}])
+    with pytest.raises(DataError, match="holds a special token in message 1"):
+        chat.read(settings(corpus, folder), LENGTH)
 
 
 def test_what_cannot_be_read_is_told_before_a_run(tmp_path, folder):
