@@ -211,7 +211,9 @@ def test_a_refusal_takes_few_searches_and_names_how_many_nodes_every_plan_needs(
     topology = make_topology(make_cluster("a", "roce", (8,) * 64, memory_gib=0.25))
     config = make_config(parallel={}, model={"num_layers": 2000})
     error = refusal(config, topology)
-    assert len(searched) <= 4  # for the nearest plan: no search has to show that none fits
+    # For the nearest plan, with tensor inside nodes and leaving them: no search with all its effort
+    # has to show that none fits.
+    assert len(searched) <= 9
     [more] = map(int, re.findall(r"use more nodes, about (\d+) more in 'a'", error.fix))
     for num_nodes, is_enough in ((more // 2, False), (more, True)):
         changed = upgrades.with_more_nodes(topology, "a", num_nodes)
