@@ -107,6 +107,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "on_failure": lambda error: None,
         "advance": lambda: None,
     }
+    assert changes.keys() <= settings.keys(), changes
     chosen = SimpleNamespace(**{**settings, **changes})
     rendezvous = Rendezvous(
         me=me,

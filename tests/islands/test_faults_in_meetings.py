@@ -162,7 +162,7 @@ def test_an_island_that_fails_inside_a_meeting_is_named(pair, relays, fault, see
             failing[0].start()
 
     change = through(relays, lambda where: Proxy(where, passed))
-    opened = pair.transports(book_of=change, heartbeat_timeout_s=1.5)
+    opened = pair.transports(book_of=change, silence_s=1.5)
     transports += opened
     outcomes = pair.meet(opened)
     failing[0].join()
@@ -182,7 +182,7 @@ def test_steps_go_on_while_nothing_crosses(pair, relays):
     """A meeting begins over a link that passes nothing on, and the steps that hide it return."""
     parallel = ParallelConfig(across="local_updates", every=8, delay=4)
     change = through(relays, Proxy)
-    transports = pair.transports(book_of=change, heartbeat_timeout_s=60.0)
+    transports = pair.transports(book_of=change, silence_s=60.0)
     steps_of = {}
     for k in (0, 1):
         told = lambda step, digests: None
