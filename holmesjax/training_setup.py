@@ -104,7 +104,7 @@ class TrainingSetup:
         )
         if isinstance(runner, IslandsRunner):
             clusters = island_states.clusters_of(self._job.plan)
-            written = island_states.steps_between(checkpoint, clusters) if checkpoint else None
+            written = island_states.meeting_steps(checkpoint, clusters) if checkpoint else None
             done = checkpoint.step if checkpoint else 0
             self._states = runner.begin(self._states, done, written)
 

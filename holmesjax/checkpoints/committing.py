@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import units
-from holmesjax.checkpoints import manifest, skipped_data
+from holmesjax.checkpoints import island_states, manifest, skipped_data
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.resume import Start, settings
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.errors import PeerError
 from holmesjax.liveness.lease import Lease
+from holmesjax.plan.meeting_steps import steps_of
 
 RETRY_S = 30.0  # after a save that failed; twice as long after each further one
 MAX_RETRY_S = 600.0
@@ -158,6 +159,15 @@ class Saves:
             self._committed(step)  # now: stores keep what they find kept here
 
 
+def _settings(start: Start) -> dict[str, dict[str, Any]]:
+    """What a manifest keeps of the settings, and since when islands meet as they do."""
+    job, kept = start.job, settings(start.job)
+    if "parallel" in kept:
+        clusters, steps = island_states.clusters_of(job.plan), steps_of(job.config.parallel)
+        kept["parallel"]["since"] = island_states.since(start.checkpoint, clusters, steps)
+    return kept
+
+
 def commit(
     start: Start,
     step: int,
@@ -185,7 +195,7 @@ def commit(
     text = manifest.describe(
         step,
         sequences=start.sequences + after(step) - after(start.step) + left_out,
-        settings=settings(job),
+        settings=_settings(start),
         data=data,
         plan_hash=job.plan.hash(),
         arrays=arrays,

@@ -6,6 +6,7 @@ JAX.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.plan.meeting_steps import MeetingSteps
@@ -66,18 +67,36 @@ def is_between_meetings(checkpoint: Checkpoint) -> bool:
     )
 
 
-def steps_between(checkpoint: Checkpoint, new: Sequence[Clusters]) -> MeetingSteps | None:
-    """The steps after which the same islands met that have written a checkpoint between meetings.
+def meeting_steps(checkpoint: Checkpoint, new: Sequence[Clusters]) -> MeetingSteps | None:
+    """The steps after which the islands met that have written a checkpoint; None for other islands.
 
-    None where other islands go on, or where all had the global weights.
+    `new` are the islands that go on. `since` is such that `in_flight` gives what was on its way.
     """
     old = written(checkpoint)
-    if not old or not are_the_same(old, new) or not is_between_meetings(checkpoint):
+    if not old or not are_the_same(old, new):
         return None
-    parallel = checkpoint.settings["parallel"]
-    # Earlier versions had neither fragments nor a delay.
+    parallel, steps = checkpoint.settings["parallel"], checkpoint.settings["train"]["steps"]
+    # Earlier versions had neither fragments nor a delay, or did not tell since when.
     fragments, delay = parallel.get("fragments", 1), parallel.get("delay", 0)
-    return MeetingSteps(every=parallel["every"], fragments=fragments, delay=delay)
+    since = parallel.get("since", checkpoint.step)
+    if checkpoint.step == steps:  # all has landed
+        since = checkpoint.step
+    return MeetingSteps(every=parallel["every"], fragments=fragments, delay=delay, since=since)
+
+
+def since(checkpoint: Checkpoint | None, new: Sequence[Clusters], steps: MeetingSteps) -> int:
+    """The step since which islands meet after such steps, for the checkpoints of a session.
+
+    Args:
+      checkpoint: with which the session begins.
+      new: its islands.
+      steps: after which they meet.
+    """
+    if checkpoint is None:
+        return 0
+    before = meeting_steps(checkpoint, new)
+    is_the_same = before is not None and replace(before, since=0) == steps
+    return before.since if before is not None and is_the_same else checkpoint.step
 
 
 def describe(checkpoint: Checkpoint, new: Sequence[Clusters]) -> list[str]:

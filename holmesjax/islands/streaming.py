@@ -5,6 +5,8 @@ dispatched between two steps, after the same step in all processes of a stage, w
 each other in vain otherwise. `settle` sums earlier than is due, and that changes no number.
 """
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
 from holmesjax.checkpoints.restoring import flatten
@@ -54,7 +56,8 @@ class Streaming:
           states: new ones, or those of a checkpoint.
           done: steps before.
           written: the steps after which the same islands met that have written the checkpoint;
-            None where all islands have its global weights.
+            None where others have, or nobody. What was on its way lands at once where it would
+            land after other steps than those of this run.
         """
         if not all(state.outer for island in states.values() for state in island):
             states = self.meetings.begin(states)
@@ -62,6 +65,8 @@ class Streaming:
             names = self._names(flight, written)
             everybody = range(self.meetings.count)
             self._flying = flight, self.meetings.send_again(states, flight.begun, names, everybody)
+            if replace(written, since=0) != self._steps:
+                states = self._go_on(states, done, lands=True)
         if self._keeps is not None:
             self.global_weights = self._all_global(states, self._keeps, done)
         return states

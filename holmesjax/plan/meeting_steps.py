@@ -27,11 +27,13 @@ class MeetingSteps:
       every: steps from one meeting of a fragment to the next; a multiple of the fragments.
       fragments: of the model.
       delay: steps from the begin of a meeting to its end; as many as between two meetings at most.
+      since: the step with which they began to hold; nothing that has begun up to it is theirs.
     """
 
     every: int
     fragments: int = 1
     delay: int = 0
+    since: int = 0
 
     @property
     def interval(self) -> int:
@@ -58,7 +60,7 @@ class MeetingSteps:
         (None, Flight(fragment=0, begun=2, lands=3), None)
         """
         begun = step - step % self.interval
-        flight = self.begins(begun) if begun else None
+        flight = self.begins(begun) if begun > self.since else None
         return flight if flight and step < flight.lands else None
 
     def merges(self, flight: Flight) -> int:

@@ -90,12 +90,17 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
 
 
 def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bits(tmp_path):
-    """The second of two fragments is sent after step 4, and lands after step 6."""
-    stream = {"parallel.fragments": 2, "parallel.delay": 2, "parallel.blend": 0.75}
-    settings = {**ISLANDS, **stream, "parallel.every": 4, "train.steps": 9, "train.eval_every": 4}
+    """The first of two fragments is sent after step 4, and lands after step 8.
+
+    Everything meets after step 9, the last one. A run that trains longer then has nothing on its
+    way, though a run of 13 steps would have the second fragment.
+    """
+    stream = {"parallel.fragments": 2, "parallel.delay": 4, "parallel.blend": 0.75}
+    steps = {"parallel.every": 8, "train.steps": 9, "train.eval_every": 8}
+    settings = {**ISLANDS, **stream, **steps, "model.num_layers": 1}
     whole, cut = (trainer(tmp_path / name, **settings) for name in ("whole", "cut"))
     whole.run()
-    for _ in range(4):
+    for _ in range(5):
         cut.step()
     cut.close()
     again = Trainer(tmp_path / "cut", stream=io.StringIO())
@@ -104,6 +109,13 @@ def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bit
     assert [run.history[-2]["val_loss"] for run in (whole, again)] == [
         whole.history[-2]["val_loss"]
     ] * 2
+    longer = {"train.steps": 13}
+    Trainer(tmp_path / "whole", longer, io.StringIO()).run()
+    cut = Trainer(tmp_path / "cut", longer, io.StringIO())
+    cut.step()
+    cut.close()
+    Trainer(tmp_path / "cut", longer, io.StringIO()).run()
+    assert saved(tmp_path / "cut", 13) == saved(tmp_path / "whole", 13)
 
 
 def go_on_with_others(folder):

@@ -1,11 +1,15 @@
 """Fragments meet in turn, and land later: by the rule, from any step on, with few bytes."""
 
 import itertools
+import random
+from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from holmesjax.checkpoints import island_states
 from holmesjax.config import OuterConfig, ParallelConfig
 from holmesjax.islands.meeting import IslandMeetings
 from holmesjax.islands.streaming import Streaming
@@ -30,11 +34,10 @@ def parallel_of(fragments, every, delay, share):
 class Islands:
     """Two unlike islands whose steps add noise, of which each step has its own."""
 
-    def __init__(self, parallel, states=None, done=0, keeps=0):
+    def __init__(self, parallel, states=None, done=0, written=None, keeps=0):
         chunks = islands_of(CUTS[:2])
         self.meetings = IslandMeetings(chunks, 2, NESTEROV)
         self.streaming = Streaming(self.meetings, make_model(), parallel, LAST, keeps)
-        written = None if states is None else steps_of(parallel)
         if states is None:
             drawn = states_of(chunks[0], np.random.default_rng(0))
             weights = numbers(drawn, lambda state: state.params)
@@ -123,6 +126,7 @@ def test_fragments_meet_by_the_rule_and_from_any_step_on(stream):
                 np.testing.assert_allclose(x, outer[name][0], rtol=0, atol=1e-5)
         if step == MIDDLE:
             saved = islands.states
+            others = share_of_flight(parallel, own, outer)
         for link, num_bytes in islands.meetings.take_bytes().items():
             counted[int(link.split()[1])] += num_bytes
         if step == 2 * stream[1]:
@@ -130,7 +134,7 @@ def test_fragments_meet_by_the_rule_and_from_any_step_on(stream):
     # Each fragment has met twice, and everything after the last step.
     sizes = {name: x.size for name, x in islands.weights(0).items()}
     assert counted == [3 * sent for sent in meeting_bytes(sizes, 2)]
-    again = Islands(parallel, saved, MIDDLE)
+    again = Islands(parallel, saved, MIDDLE, steps_of(parallel))
     for step in range(MIDDLE + 1, LAST + 1):
         again.step(step)
         if step == 2 * stream[1]:
@@ -139,6 +143,56 @@ def test_fragments_meet_by_the_rule_and_from_any_step_on(stream):
         assert_equal(again.weights(k), islands.weights(k))
     assert_equal(again.outer("momentum"), islands.outer("momentum"))
     assert_equal(islands.weights(0), islands.weights(1))
+    # With other steps nothing is on its way: what was lands at once.
+    changed = Islands(parallel_of(1, 12, 0, stream[-1]), saved, MIDDLE, steps_of(parallel))
+    assert not changed.streaming.is_due(MIDDLE + 1)
+    for k in (0, 1):
+        for name, x in changed.weights(k).items():
+            np.testing.assert_allclose(x, others[k][name], rtol=0, atol=1e-5)
+
+
+def share_of_flight(parallel, own, outer):
+    """The weights of both islands after what is on its way after step MIDDLE has landed."""
+    fragment = fragment_of(layers(make_model()), parallel.fragments)
+    flight, share = steps_of(parallel).in_flight(MIDDLE), parallel.global_share
+    lands = lambda name: flight is not None and fragment[name.split(".")[0]] == flight.fragment
+    mixed = lambda name, x: share * outer[name][0] + (1 - share) * x if lands(name) else x
+    return [{name: mixed(name, x) for name, x in weights.items()} for weights in own]
+
+
+def test_a_checkpoint_tells_what_is_on_its_way():
+    """In many sessions, with the same settings or others, which end anywhere or after all steps."""
+    rng, checkpoint, before, flying, done = random.Random(0), None, None, None, 0
+    counted = Counter()
+    for _ in range(400):
+        session = before
+        if before is None or rng.random() < 0.4:
+            stream = rng.choice([(1, 4, 4, 1.0), (1, 6, 4, 1.0), (2, 6, 3, 0.5), (1, 6, 0, 1.0)])
+            clusters = rng.choice([(("a",), ("b",)), (("a",),)])
+            session = steps_of(parallel_of(*stream)), clusters
+        if session != before:  # it lands at once, or other islands go on from global weights
+            flying, before = None, session
+        steps, clusters = session
+        since = island_states.since(checkpoint, clusters, steps)
+        last = done + rng.randrange(1, 12)
+        stop = rng.choice([last, rng.randrange(done + 1, last + 1)])
+        for step in range(done + 1, stop + 1):
+            flying = None if step == last or (flying and step >= flying.lands) else flying
+            if step < last and steps.delay:
+                flying = steps.begins(step) or flying
+        done = stop
+        checkpoint = checkpoint_of(done, last, steps, clusters, since)
+        assert island_states.meeting_steps(checkpoint, clusters).in_flight(done) == flying
+        counted[flying is not None] += 1
+    assert min(counted.values()) > 50
+
+
+def checkpoint_of(step, last, steps, clusters, since):
+    names = {"every": steps.every, "fragments": steps.fragments, "delay": steps.delay}
+    parallel = {"islands": clusters, **names, "since": since}
+    settings = {"parallel": parallel, "train": {"steps": last}}
+    arrays = {f"island_{k}.params.a": {} for k in range(len(clusters))}
+    return SimpleNamespace(step=step, manifest={"arrays": arrays}, settings=settings)
 
 
 def assert_equal(ours, theirs):

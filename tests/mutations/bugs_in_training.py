@@ -45,6 +45,14 @@ TRAINING = (
         ),
     ),
     Bug(
+        name="flight-of-another-session",
+        module="holmesjax.checkpoints.island_states",
+        old='since = parallel.get("since", checkpoint.step)',
+        new="since = 0",
+        wrong="old global weights replace later ones where a run has changed its meetings",
+        tests=("tests/islands/test_streaming.py::test_a_checkpoint_tells_what_is_on_its_way",),
+    ),
+    Bug(
         name="blend-the-wrong-way-round",
         module="holmesjax.plan.outer_rule",
         old="return (1.0 - share) * own + share * weights",
