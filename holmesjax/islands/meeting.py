@@ -5,7 +5,7 @@ their weights, it takes the outer step, and gives all of them the new ones. Its 
 order of the islands, so that they do not depend on who came first. A process has all islands, or
 one stage of one. The arrays go through a transport as boundaries do.
 
-A meeting has three parts: islands send (`begin`), owners sum and send (`merge`), and islands take
+A meeting has three parts: islands send (`send`), owners sum and send (`merge`), and islands take
 the global weights (`land`). Steps may lie between, while arrays come in the background.
 """
 
