@@ -30,6 +30,7 @@ from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.liveness.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
+from holmesjax.plan.meeting_steps import steps_of
 
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
 # hash; `distributed`, `checkpoint`, `log` and these settings do not.
@@ -61,6 +62,7 @@ FILES = (
     *("data.mixture", "data.validation"),
 )
 SHOWN = 12  # digits of a digest
+WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
 # By which a learning rate changes; the batches count for a schedule by tokens.
 RATE = (
     "train.steps",
@@ -358,7 +360,8 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         outer = dataclasses.asdict(parallel.outer_rule)
         clusters = [[stage.cluster for stage in island.stages] for island in job.plan.islands]
         names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
-        streaming = {"fragments": parallel.fragments or 1, "delay": parallel.delay or 0}
+        steps, share = steps_of(parallel), parallel.global_share
+        streaming = {"fragments": steps.fragments, "delay": steps.delay, "blend": share}
         found["parallel"] = {**names, **streaming, "outer": outer}
     found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
     return {**found, "versions": jobs.versions()}
@@ -419,7 +422,9 @@ def _tokenizers(job: Job, was: str | None) -> str:
 
 
 def _default(section: str, name: str) -> Any:
-    """The default of a setting; MISSING if it has none, and for versions."""
+    """What a setting was before there was one; MISSING if it has no default, and for versions."""
+    if section == "parallel":  # of which a manifest has values in place of None
+        return WHOLE_MEETINGS.get(name, dataclasses.MISSING)
     sections: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
     if section not in sections:
         return dataclasses.MISSING

@@ -111,17 +111,22 @@ def test_another_tokenizer_is_refused_and_the_folder_keeps_its_own(tmp_path):
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, monkeypatch):
-    job, known = load(tmp_path), resume.settings
+    islands = ("parallel.clusters=null", "parallel.across=local_updates")
+    job, known = load(tmp_path, *islands), resume.settings
 
     def before(job):
         found = known(job)
         del found["model"]["pattern"], found["model"]["window"], found["optimizer"]["name"]
+        for name in ("fragments", "delay", "blend"):
+            del found["parallel"][name]
         return found
 
-    monkeypatch.setattr(resume, "settings", before)
+    monkeypatch.setattr(committing, "settings", before)
     checkpoint(job, steps=10)
     monkeypatch.undo()
     assert not resume.find(job, (), print).changes
+    told = resume.find(load(tmp_path, *islands, "parallel.blend=0.5"), (), print).describe()
+    assert "  parallel.blend: null -> 0.5" in told
     with pytest.raises(CheckpointError, match="is of another model"):
         resume.find(load(tmp_path, "model.pattern=[window_block]", "model.window=4"), (), print)
 
