@@ -13,7 +13,13 @@ from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import ModelConfig, ParallelConfig
 from holmesjax.islands.meeting import Arrays, IslandMeetings, Round, States
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.meeting_steps import Flight, MeetingSteps, fragment_of, steps_of
+from holmesjax.plan.meeting_steps import (
+    Flight,
+    MeetingSteps,
+    are_equal_after_meetings,
+    fragment_of,
+    steps_of,
+)
 
 
 class Streaming:
@@ -38,9 +44,7 @@ class Streaming:
         self.meetings, self._last = meetings, last
         self._steps, self._share = steps_of(parallel), parallel.global_share
         self._layers = list(layers(model))
-        # After a meeting of everything at once all islands have the global weights.
-        is_whole = self._steps.fragments == 1 and not self._steps.delay and self._share == 1.0
-        self._keeps = None if is_whole else keeps
+        self._keeps = None if are_equal_after_meetings(parallel) else keeps
         self._flying: tuple[Flight, Round] | None = None
         self.global_weights: Arrays = {}  # of the island that keeps them, after what has landed
 

@@ -75,6 +75,12 @@ def steps_of(parallel: ParallelConfig) -> MeetingSteps:
     )
 
 
+def are_equal_after_meetings(parallel: ParallelConfig) -> bool:
+    """Whether all islands have the global weights after each meeting, and so for validations."""
+    steps = steps_of(parallel)
+    return steps.fragments == 1 and not steps.delay and parallel.global_share == 1.0
+
+
 def fragment_of(layers: Iterable[str], fragments: int) -> dict[str, int]:
     """The fragment of each layer of a model.
 

@@ -13,7 +13,7 @@ from holmesjax.config import Config
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan.meeting_steps import fragment_of, steps_of
+from holmesjax.plan.meeting_steps import are_equal_after_meetings, fragment_of, steps_of
 from holmesjax.plan.outer_rule import meeting_bytes, owners, trained_sizes, way_bytes
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
 from holmesjax.topology import upgrades
@@ -205,7 +205,7 @@ def _outer_bytes(
         for name, n in here.items():
             loads[fragments[_layer(name)]] += n
         found += 4 * max(loads.values(), default=0) * (1 + 2 * (count - 1) / count)
-    if keeps and config.train.eval_every and (steps.delay or steps.fragments > 1):
+    if keeps and config.train.eval_every and not are_equal_after_meetings(config.parallel):
         found += 4 * sum(here.values())
     return found
 
