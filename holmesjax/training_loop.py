@@ -239,10 +239,10 @@ class TrainingLoop:
 
     def _save(self, done: int) -> None:
         self._is_save_asked = False
-        self.begins("checkpoint", done)
         began_s = time.perf_counter()
         if isinstance(self.runner, IslandsRunner):
             self.states = self.runner.settled(self.states)
+        self.begins("checkpoint", done)
         self.writer.save(done, self.states)
         self._checkpoint_s += time.perf_counter() - began_s
 

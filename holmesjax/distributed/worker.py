@@ -275,12 +275,14 @@ class Worker:
             epoch = member.wait_for(Go).epoch
             saved = self._checkpoint(start.resume, chunks)
             member.status("was reading the checkpoint")
+            self._step = start.resume
             try:
                 setup.restore(runner, saved, member.advance)
             except DamagedError as error:
                 if self._store is None or saved is None:
                     raise
                 raise self._store.set_aside(error, saved) from None
+            member.status("was about to train")
             loop = setup.loop(
                 functools.partial(
                     TrainingLoop,

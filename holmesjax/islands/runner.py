@@ -5,8 +5,9 @@ one after the other, or it has a stage of one. What the loop of training gives a
 that are here: the states one island after the other, the batch in parts.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -118,11 +119,20 @@ class IslandsRunner:
         A checkpoint of imported weights has nothing of the meetings, which begin here then.
         """
         self._done = done
-        return _joined(self._streaming.begin(self._split(states), done, written).values())
+        with self._waiting():
+            return _joined(self._streaming.begin(self._split(states), done, written).values())
 
     def settled(self, states: Sequence[ChunkState]) -> Sequence[ChunkState]:
         """The states for a checkpoint, which has all that is on its way then."""
-        return _joined(self._streaming.settle(self._split(states)).values())
+        with self._waiting():
+            return _joined(self._streaming.settle(self._split(states)).values())
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While this process may wait for other islands, which it says."""
+        self._waits_for("the meeting of islands")
+        yield
+        self._waits_for("")
 
     def train_step(
         self,
@@ -146,9 +156,8 @@ class IslandsRunner:
             found.append(metrics)
         self._done += 1
         if self._streaming.is_due(self._done):
-            self._waits_for("the meeting of islands")
-            new = dict(self._streaming.after_step(new, self._done))
-            self._waits_for("")
+            with self._waiting():
+                new = dict(self._streaming.after_step(new, self._done))
         return _joined(new.values()), _mean(found)
 
     def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> float | None:

@@ -14,7 +14,7 @@ from holmesjax.checkpoints import island_states, manifest, restoring
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
-from holmesjax.islands.runner import IslandsPlacer
+from holmesjax.islands.runner import IslandsPlacer, IslandsRunner
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.islands import island_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
@@ -162,6 +162,18 @@ def test_islands_are_between_meetings_where_one_has_other_weights(odd):
         manifest={"arrays": arrays}, settings={"parallel": {"islands": [["x"], ["y"]]}}
     )
     assert island_states.is_between_meetings(checkpoint) == (odd is not None)
+
+
+def test_who_waits_for_other_islands_says_so():
+    """Before a process is said to save, or to train."""
+    said = []
+    noting = lambda name: lambda *args: said.append(name) or {}
+    streaming = SimpleNamespace(begin=noting("begins"), settle=noting("settles"))
+    runner = IslandsRunner({}, 2, streaming, said.append)
+    runner.begin([], 3)
+    runner.settled([])
+    waits = "the meeting of islands"
+    assert said == [waits, "begins", "", waits, "settles", ""]
 
 
 class Rows:
