@@ -348,6 +348,8 @@ class Worker:
         """Ends this process with all others, after so many steps; `close` ends its transport."""
         member = self._member
         member.status("waited for the other processes to end")
+        if self._tcp:  # a run that stops may leave a fragment on its way between islands
+            self._tcp.finish()
         member.send(Done(step=done))
         member.wait_for(AllDone)
         close()

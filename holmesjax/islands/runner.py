@@ -188,7 +188,7 @@ class IslandsRunner:
         return found
 
     def close(self) -> None:
-        """Returns when everything that was offered in meetings has been delivered."""
+        """Ends the transport of the meetings and of what crosses inside of islands."""
         self._streaming.meetings.transport.close()
 
     def _split(self, states: Sequence[ChunkState]) -> dict[int, Sequence[ChunkState]]:

@@ -146,7 +146,7 @@ class TcpTransport:
         self._bytes: Counter[str] = Counter()
         self._losses: dict[str, LinkLoss] = {}
         self._error: Exception | None = None
-        self._is_closing = False
+        self._has_finished = self._is_closing = False
         self._changed = threading.Condition()
         self._meeting: Meeting | None = None
         self._peers: dict[int, Peer] = {}
@@ -344,13 +344,23 @@ class TcpTransport:
             taken, self._losses = self._losses, {}
         return taken
 
+    def finish(self) -> None:
+        """Nothing more is fetched here: who leaves from now on is not missed."""
+        with self._changed:
+            self._has_finished = True
+
     def close(self) -> None:
-        """Returns when all offered arrays have been delivered, or nobody can ask for them."""
+        """Returns when all offered arrays have been delivered, or nobody can ask for them.
+
+        After `finish` all others must have finished, too: it waits for no delivery then.
+        """
         deadline_s = time.monotonic() + self._timeouts.silence_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._error or not self._undelivered(), deadline_s - time.monotonic()
-            )
+            is_owing, self._has_finished = not self._has_finished, True
+            if is_owing:
+                self._changed.wait_for(
+                    lambda: self._error or not self._undelivered(), deadline_s - time.monotonic()
+                )
         if self._error is None:
             for channel in self._peer_of:
                 channel.leave()
@@ -484,6 +494,8 @@ class TcpTransport:
             self._check_presence(self._peer_of[channel])
 
     def _check_presence(self, peer: Peer) -> None:
+        if self._has_finished:
+            return
         is_awaited = self._target.awaited_from(peer.process.number)
         if is_awaited and all(channel.has_left for channel in peer.channels.values()):
             self._fail(self._peer_error(peer, "left the job", "it said goodbye"))

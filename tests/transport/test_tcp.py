@@ -300,6 +300,20 @@ def test_closing_waits_as_long_as_a_link_may_be_silent(pair, monkeypatch):
     assert waits_s == [10.0] * 3  # two streams
 
 
+def test_after_the_end_nobody_misses_what_is_on_its_way(pair):
+    failures = []
+    source, target = pair(on_failure=failures.append)
+    source.offer(KEYS[0], array(1))  # nobody asks for it
+    target.ask(KEYS[1:3])  # nobody offers them
+    source.finish()
+    target.finish()
+    source._changed.wait_for = lambda *args: failures.append("waits for a delivery")
+    source.close()
+    for channel in target._peer_of:
+        assert channel.is_over.wait(60)
+    assert not failures
+
+
 def test_a_channel_needs_no_transport_to_be_closed_twice():
     ends = socket.socketpair()
     channel = Channel(ends[0], None, 1.0, deque())
