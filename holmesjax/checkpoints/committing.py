@@ -160,7 +160,7 @@ class Saves:
 
 
 def _settings(start: Start) -> dict[str, dict[str, Any]]:
-    """What a manifest keeps of the settings, and since when islands meet as they do."""
+    """The settings that a manifest keeps, and since when islands meet as they do."""
     job, kept = start.job, settings(start.job)
     if "parallel" in kept:
         clusters, steps = island_states.clusters_of(job.plan), steps_of(job.config.parallel)

@@ -422,7 +422,7 @@ def _tokenizers(job: Job, was: str | None) -> str:
 
 
 def _default(section: str, name: str) -> Any:
-    """What a setting was before there was one; MISSING if it has no default, and for versions."""
+    """The value of a setting before there was one; MISSING without a default, and for versions."""
     if section == "parallel":  # of which a manifest has values in place of None
         return WHOLE_MEETINGS.get(name, dataclasses.MISSING)
     sections: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}

@@ -136,6 +136,14 @@ JOBS = (
         ),
     ),
     Bug(
+        name="goodbye-of-a-job-that-has-ended",
+        module="holmesjax.transport.tcp",
+        old="        if self._has_finished:",
+        new="        if False:",
+        wrong="a job that stopped as asked fails where a fragment was on its way between islands",
+        tests=("tests/transport/test_tcp.py::test_after_the_end_nobody_misses_what_is_on_its_way",),
+    ),
+    Bug(
         name="minor-axis-first",
         module="holmesjax.transport.routes",
         old="part, num_parts = part * sizes[axis] + at[axis], num_parts * sizes[axis]",
