@@ -140,7 +140,7 @@ class ChatTemplate:
 
     @property
     def around(self) -> str:
-        """What the template writes around an answer and what comes before and behind it."""
+        """The text that the template writes around an answer and its neighbours."""
         turns = [*of_user(""), {"role": "assistant", "content": ANSWER}, *of_user("")]
         try:
             return self.render(turns)

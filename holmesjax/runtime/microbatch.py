@@ -87,19 +87,10 @@ def apply(
     of_tokens = {name: array for name, array in batch.items() if name != "sequence_B"}
     batch = {name: ops.to_parts(array, kernels) for name, array in of_tokens.items()}
     x_BLD = None if x_BLD is None else ops.to_parts(x_BLD, kernels)
-    sequences = chunk.microbatch_size // chunk.num_replicas
-    position_L = ops.token_positions(sequences, chunk.model.context_length, kernels)
-    learned_L = position_L  # as the embedding reads them; attention has no others than its tokens'
-    if chunk.restarts_positions:
-        in_documents_BL = ops.positions_in_documents(of_tokens["segment_BL"])
-        learned_L = ops.to_parts(in_documents_BL, kernels)
-    if kernels.context > 1:
-        position_L = _on_replica(chunk, position_L)
+    position_L, learned_L = _positions(chunk, of_tokens)
     token_BL = batch.get("token_BL")
     if chunk.sends_rows:  # each device looks up its part of the rows of all tokens
         token_BL, learned_L = _everywhere(chunk, (token_BL, learned_L))
-    elif learned_L is not position_L:
-        learned_L = _on_replica(chunk, learned_L)
     values: Values = {}
     weighted: jax.Array | None = None
     functions: dict[tuple[Kind, str], Callable] = {}
@@ -147,6 +138,21 @@ def apply(
             x_BLD = _on_replica(chunk, x_BLD) if cut is None else cut.parts(x_BLD)
     assert x_BLD is not None
     return (x_BLD if chunk.is_last else ops.from_parts(x_BLD, kernels), weighted), values
+
+
+def _positions(chunk: Chunk, of_tokens: Batch) -> tuple[jax.Array, jax.Array]:
+    """The positions of tokens in attention, and those whose vectors the embedding learns."""
+    kernels, sequences = chunk.array_functions, chunk.microbatch_size // chunk.num_replicas
+    position_L = ops.token_positions(sequences, chunk.model.context_length, kernels)
+    learned_L = position_L  # attention has no others than its tokens'
+    if chunk.restarts_positions:
+        in_documents_BL = ops.positions_in_documents(of_tokens["segment_BL"])
+        learned_L = ops.to_parts(in_documents_BL, kernels)
+    if not chunk.sends_rows and (chunk.restarts_positions or kernels.context > 1):
+        learned_L = _on_replica(chunk, learned_L)
+    if kernels.context > 1:
+        position_L = _on_replica(chunk, position_L)
+    return position_L, learned_L
 
 
 def _parameters(chunk: Chunk, layer: str, params: Tree, fixed: Tree) -> tuple[Tree, Tree]:

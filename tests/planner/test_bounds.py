@@ -16,7 +16,7 @@ from holmesjax.planner.stage_layouts import Role
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, leanest, schedule
 from holmesjax.schedules.simulation import Simulator
 from tests.clock import finish_times
-from tests.planner.test_pins import random_case
+from tests.random_cases import random_case
 
 ORDERS = [
     ("gpipe", 3, 4, 1, ()),

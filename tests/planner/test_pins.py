@@ -33,6 +33,7 @@ from tests.clusters import (
     make_topology,
     two_clusters,
 )
+from tests.random_cases import random_case
 
 EXACT = 1e-9
 EFFORT = 2e4  # a hundredth of the planner's: cases are small, and some searches must miss plans
@@ -47,32 +48,6 @@ OTHER_PINS = {  # and values that a run may set whatever the machines are
 }
 
 MORE = ("context", "expert", "recomputed_layers")  # of a plan, for a run that sets them
-
-
-def random_case(seed):
-    """Machines, a config without pins, and the generator of what is pinned."""
-    rng = random.Random(seed)
-    memory = rng.choice([(0.3, 0.6, 1.0), (0.5, 0.8, 1.2), (1.0, 2.0, 3.0), (8.0, 80.0)])
-    clusters = [
-        make_cluster(
-            f"c{i}",
-            rng.choice(["infiniband", "roce", "ethernet"]),
-            (rng.choice([1, 2, 4]),) * rng.choice([1, 1, 2]),
-            speed=round(rng.uniform(0.2, 1.0), 2),
-            memory_gib=rng.choice(memory),
-        )
-        for i in range(rng.choice([1, 2, 3]))
-    ]
-    topology = make_topology(*clusters, ethernet_bytes_per_s=10 ** rng.uniform(8, 10.5))
-    model = {
-        "num_layers": rng.choice([2, 4, 6, 8]),
-        "width": rng.choice([512, 1024]),
-        "num_heads": rng.choice([4, 8]),
-        "vocab_size": rng.choice([256, 32_000]),
-        "context_length": rng.choice([256, 1024, 2048]),
-    }
-    train = {"global_batch": rng.choice([2, 4, 8])}
-    return topology, make_config(model=model, parallel={}, train=train), rng
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +126,7 @@ def look_at(seed):
 
 
 def set_to_its_own(free, config, topology, own):
-    """What is wrong with the plan of a run that sets some choices of the plan without any."""
+    """The faults in the plan of a run that sets some choices of the plan without any."""
     again = plan_or_none(config, topology, own)
     if again is None:
         return [f"refuses its own {own}"]
