@@ -346,6 +346,24 @@ JOBS = (
         ),
     ),
     Bug(
+        name="late-start-takes-the-url",
+        module="holmesjax.checkpoints.mirror",
+        old="stores.refuse_earlier(self.url, start, self._owner())\n",
+        new="pass\n",
+        wrong="a start that wakes up late takes the URL from its successor",
+        tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),
+    ),
+    Bug(
+        name="put-away-before-the-url-answers",
+        module="holmesjax.checkpoints.fetching",
+        old="    fetch(checkpoint.path",
+        new="    manifest.set_part_aside(checkpoint, part) or fetch(checkpoint.path",
+        wrong="a part that one process cannot read is nowhere while its URL is away",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_what_is_damaged_here_alone_is_brought_again_from_the_url",
+        ),
+    ),
+    Bug(
         name="older-files-of-a-store",
         module="holmesjax.checkpoints.mirror",
         old="if not stores.is_of(owner := self._owner(), own):",
