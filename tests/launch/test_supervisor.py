@@ -444,7 +444,18 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
     tmp_path, capsys, monkeypatch
 ):
     """One stage of two never tells that its part of the first save is written."""
-    monkeypatch.setattr(Scrub, "committed", Scrub.found)  # reads it at once, and finds damage
+    committed_12, take_step = threading.Event(), JobSaves.step
+
+    def find_damage(scrub, step):  # reads it at once; it is told last of a commit
+        scrub.found(step)
+        committed_12.set()
+
+    def wait_and_take(job_saves, step):
+        assert step != 10 or committed_12.wait(60)
+        return take_step(job_saves, step)
+
+    monkeypatch.setattr(Scrub, "committed", find_damage)
+    monkeypatch.setattr(JobSaves, "step", wait_and_take)
     begin, go_on = [["tell", "up"], ["verdict", 2]], [["steps", 1, 9], ["verdict", 12]]
     end = [["await", 12], ["steps", 10, 13], ["done", 13]]
     vote, saves = [["vote", 2]], [["save", 12]]
