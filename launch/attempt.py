@@ -13,16 +13,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from holmesjax.checkpoints import committing, manifest, mirror, resume, retention, stores
-from holmesjax.checkpoints.commit_alarm import CommitAlarm
-from holmesjax.checkpoints.committing import Saves
+from holmesjax.checkpoints import mirror, resume, retention, stores
 from holmesjax.checkpoints.retention import Retention
-from holmesjax.checkpoints.save_schedule import SaveSchedule
 from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
@@ -74,6 +70,7 @@ from launch.failure_messages import (
     statuses_of,
 )
 from launch.holdups import hold_up
+from launch.job_saves import JobSaves
 from launch.launchers.launcher import Launcher, leaving
 from launch.loop_watch import LoopWatch
 from launch.process_logs import ProcessLogs, is_noise
@@ -155,12 +152,7 @@ class Attempt:
         self._retention(say).after_start()
         self._logs = ProcessLogs(self._job.run_dir, processes, lease.move)
         self._progress = Progress(self._config)
-        leaders = [process.name for process in processes if process.leads]
-        self._alarm = CommitAlarm(self._job.config.checkpoint, start.step, leaders)
-        self._part_of: dict[str, int] = {}  # part -> the process that writes it
-        # Commits may wait for an object store, so they have a thread, which takes them in order.
-        self._saver = ThreadPoolExecutor(1, "saves")
-        self._saving: deque[Future[None]] = deque()
+        self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
         with ExitStack() as stack:
             self._hub = self._open_hub()
             start_name = stores.start_name(self._hub.id, lease.epoch, restart)
@@ -173,28 +165,23 @@ class Attempt:
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
             self._scrub = stack.enter_context(Scrub(self._job.run_dir, mb_per_s, print_line))
             self._hub.on_damage = self._scrub.found
-            stack.callback(self._saver.shutdown)
+            self._saves = stack.enter_context(
+                JobSaves(
+                    start,
+                    start_name,
+                    processes,
+                    lease=lease,
+                    mirror=self._mirror,
+                    hub=self._hub,
+                    retention=self._retention(print_line),
+                    data=self._data,
+                    committed=(self._hub.committed, self._scrub.committed),
+                    say=print_line,
+                )
+            )
             self._opened = stack.pop_all()
         self._agreement = DataAgreement(processes, self._controller.send)
         self._meetings = Agreement(self._job.plan.island_of)
-        self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
-        self._saves = Saves(
-            self._job.run_dir,
-            len(self._job.plan.stages),
-            functools.partial(
-                committing.commit,
-                start,
-                data=self._data,
-                stores=lambda: self._hub.stores_of_parts(self._part_of, start_name),
-                owner=lease,
-                mirror=self._mirror,
-            ),
-            self._retention(print_line),
-            print_line,
-            self._committed,
-            limit_s=60 * self._job.config.checkpoint.failing_minutes,
-        )
-        self._alarm.attach(self._saves.outstanding, print_line)
 
     def _open_hub(self) -> StoreHub:
         """Knows the run folders that are not the launcher's."""
@@ -207,11 +194,6 @@ class Attempt:
         if not self._launcher.sees_exits:  # somebody else starts them
             wait_s = self._config.start_timeout_s / 2
         return StoreHub(self._job.run_dir, self._processes, say, wait_s)
-
-    def _committed(self, step: int) -> None:
-        self._alarm.committed(step)
-        self._hub.committed(step)
-        self._scrub.committed(step)
 
     def _open_controller(self) -> Controller:
         """Listens for the processes."""
@@ -226,11 +208,7 @@ class Attempt:
             resume=self.start.step,
             key=read_or_make(self._key_file),
             silence_s=self._config.silence_s,
-            is_saving=SaveSchedule(
-                self._job.config.checkpoint,
-                begun=lambda step: self._saves.begun(step),
-                retries=lambda: self._saves.is_retry_due(),
-            ),
+            is_saving=lambda step: self._saves.is_due(step),
             progress=self._progress,
             allow=computing.permitted(self._job.run_dir, self._unlike),
             hub=self._hub,
@@ -342,7 +320,7 @@ class Attempt:
     def _watch_step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns additions to the record of a step that is done."""
         found = dict(self._watch.step(record)) if self._watch else {}
-        return found | self._alarm.step(record["step"]) | self._scrub.step()
+        return found | self._saves.step(record["step"]) | self._scrub.step()
 
     def _supervise(self) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""
@@ -351,14 +329,19 @@ class Attempt:
         while len(self.exited) < len(self._processes):
             self._loop_watch.turn()
             self._hub.raise_problem()
-            self._end_saves()
+            self._saves.check()
             if self._stops and not self.up:  # nothing has been trained that could be saved
                 raise SystemExit(leaving(self._stops.first))
             if self._stops.is_impatient:
                 raise SystemExit(leaving(self._stops.last))
             if end_s is not None and time.monotonic() > end_s:
                 break
-            if end_s is None and (problem := self._overdue()):
+            is_done = len(self.done) == len(self._processes) and end_s is None
+            if is_done and self._saves.is_busy:
+                if self._stops.is_overdue:
+                    raise self._saves.late(self._stop_limit)
+                self._progress.note()  # the last commit is waited for, and nobody trains
+            elif not is_done and end_s is None and (problem := self._overdue()):
                 question = self._ask_for_stacks()
                 if self._overdue():
                     raise self._hang(problem, question)
@@ -366,10 +349,7 @@ class Attempt:
             self._agreement.check()
             while self.output and time.monotonic() > self.output[0][0] + DELAY_S:
                 print_line(self.output.popleft()[1])
-            is_done = len(self.done) == len(self._processes) and end_s is None
-            if is_done and self._saving:
-                self._progress.note()  # the last commit is waited for, and nobody trains
-            elif is_done:
+            if is_done and not self._saves.is_busy:
                 self._hub.settle()
                 self._controller.broadcast(AllDone())
                 end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
@@ -377,26 +357,10 @@ class Attempt:
                 self._hear(self._controller.events.get(timeout=0.2))
         for _, line in self.output:
             print_line(line)
-        while self._saving:
-            self._saving.popleft().result()
-        self._saves.check(at_end=True)
+        self._saves.end()
         steps = set(self.done.values())
         assert len(steps) == 1, f"the processes ended after different steps: {self.done}"
         return steps.pop()
-
-    def _save(self, take: Callable[[], None]) -> None:
-        """Lets the thread of the saves take what a process has told of one; does not wait."""
-        self._saving.append(self._saver.submit(take))
-
-    def _end_saves(self) -> None:
-        """Raises what has come of the saves, as `Saves` does, and LostLeaseError."""
-        while self._saving and self._saving[0].done():
-            self._saving.popleft().result()
-        self._saves.check()
-
-    def _take_saved(self, number: int, saved: Saved) -> None:
-        self._part_of |= {manifest.part_of(file): number for file in saved.files}
-        self._saves.saved(saved.step, saved.arrays, saved.files, self._processes[number].name)
 
     def _hear(self, event: ProcessEvent) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""
@@ -419,12 +383,9 @@ class Attempt:
                 stage = self._processes[number].stage
                 self._meetings.take(step, stage, Digests(weights, owned))
             case Saved() as saved:
-                self._save(functools.partial(self._take_saved, number, saved))
-            case Unsaved(step=step, reason=reason):
-                leads = self._processes[number].leads
-                why = f"{name} says {reason}" if reason else ""
-                failed = functools.partial(self._saves.failed, step, why, name, counts=leads)
-                self._save(failed)
+                self._saves.saved(number, saved)
+            case Unsaved() as unsaved:
+                self._saves.unsaved(number, unsaved)
             case Done(step=step):
                 self.done[number] = step
             case Stop(signal=signal_number):
@@ -564,14 +525,15 @@ class Attempt:
             )
         return ""
 
+    @property
+    def _stop_limit(self) -> str:
+        asked = signal.Signals(self._stops.first).name
+        return f"distributed.stop_timeout_s = {self._config.stop_timeout_s:g} s of {asked}"
+
     def _overdue(self) -> str | None:
         """Describes what takes too long in a job; None if nothing does."""
         if self._stops.is_overdue:
-            asked = signal.Signals(self._stops.first).name
-            return (
-                f"has not stopped within distributed.stop_timeout_s = "
-                f"{self._config.stop_timeout_s:g} s of {asked}; its step is given up"
-            )
+            return f"has not stopped within {self._stop_limit}; its step is given up"
         if not self._progress.is_late():
             return None
         if self.up == set(range(len(self._processes))):

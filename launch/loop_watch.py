@@ -4,7 +4,8 @@ A launcher that was stopped (SIGSTOP, a machine that slept) goes on after a whil
 have given it up then, for which none of them is to blame.
 
 The loop reads and writes files, and a file system that hangs holds it up for ever: it is then deaf
-to signals, commits no checkpoint and sees no failure. Nobody else would notice.
+to signals, and sees no failure. Nobody else would notice. Commits, which have a thread of their
+own, are watched by the loop (`job_saves`).
 """
 
 import functools

@@ -63,6 +63,7 @@ PLACES = [
     "launch.loop_watch",
     "launch.watchdog",
     "launch.stop_requests",
+    "launch.job_saves",
     "launch.attempt",
     "launch.supervisor",
     "launch.generation_job",

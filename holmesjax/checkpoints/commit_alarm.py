@@ -91,5 +91,5 @@ class CommitAlarm:
 
     def _missing(self, has_told: Collection[str]) -> str:
         names = [name for name in self._tellers if name not in has_told]
-        shown = ", ".join(names[:SHOWN])
+        shown = ", ".join(names[:SHOWN]) or "its commit"
         return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmesjax import units
 from holmesjax.checkpoints import island_states, manifest, skipped_data
@@ -22,15 +22,23 @@ from holmesjax.plan.meeting_steps import steps_of
 
 RETRY_S = 30.0  # after a save that failed; twice as long after each further one
 MAX_RETRY_S = 600.0
+MOST_WAITING = 2  # checkpoints that wait for their commit, until the next save is put off
 
 
 @dataclass
 class _Told:
-    """The state of a checkpoint that is being written."""
+    """The state of a checkpoint that is being written, or waits for its commit."""
 
     tellers: list[str] = field(default_factory=list)  # that have told of it
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: manifest.Files = field(default_factory=dict)
+
+
+class _Failure(NamedTuple):
+    """Why a save has failed, and when."""
+
+    reason: str
+    seconds: float  # of the clock
 
 
 class Saves:
@@ -47,6 +55,8 @@ class Saves:
       retention: removes what need not stay.
       warn: takes a line about each save that failed, when it fails.
       committed: told of each step after which a checkpoint was committed.
+      in_turn: does what follows when all have told of a save: one after the other, in another
+        thread, say. Otherwise whoever tells last does it.
       limit_s: how long saves may fail; a failure after that, which is not the first, ends the run.
       clock: seconds that only grow.
     """
@@ -60,17 +70,18 @@ class Saves:
         warn: Callable[[str], None],
         committed: Callable[[int], object] = lambda step: None,
         *,
+        in_turn: Callable[[Callable[[], None]], object] = lambda end: end(),
         limit_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._limit_s, self._clock = limit_s, clock
-        self._first_s = self._last_s = 0.0  # of the failures
-        self._is_spent = False
+        self._is_spent = self._is_full = False
         self._run_dir, self._num_tellers, self._committed = run_dir, num_tellers, committed
         self._commit, self._retention, self._warn = commit, retention, warn
+        self._in_turn = in_turn
         self._told: dict[int, _Told] = {}
         self._failed: dict[int, str] = {}  # why each step has no checkpoint
-        self._failures: list[str] = []  # why, since the last checkpoint
+        self._failures: dict[int, _Failure] = {}  # by step, since the last checkpoint
 
     def begun(self, step: int) -> None:
         """A checkpoint after this step is to be written; told from any thread."""
@@ -79,6 +90,22 @@ class Saves:
     def outstanding(self) -> dict[int, list[str]]:
         """The steps of the saves that have not ended, and who has told of each."""
         return {step: told.tellers for step, told in sorted(self._told.copy().items())}
+
+    def may_begin(self, step: int) -> bool:
+        """Whether a save after this step may begin; from any thread.
+
+        Not while `MOST_WAITING` checkpoints wait for their commits, which is said once: commits
+        that take longer than an interval would otherwise pile up without end.
+        """
+        has_all_told = lambda tellers: len(tellers) >= self._num_tellers
+        waiting = [of for of, tellers in self.outstanding().items() if has_all_told(tellers)]
+        was_full, self._is_full = self._is_full, len(waiting) >= MOST_WAITING
+        if self._is_full and not was_full:
+            self._warn(
+                f"warning: no checkpoint after step {step}: the commits of those after steps "
+                f"{', '.join(map(str, waiting))} have not ended; the next save begins when one has"
+            )
+        return not self._is_full
 
     def saved(
         self,
@@ -104,12 +131,10 @@ class Saves:
         is_first = bool(reason) and not self._failed.get(step)
         self._failed[step] = self._failed.get(step) or reason
         if is_first:
-            self._failures.append(reason)
-            self._last_s = self._clock()
-            if len(self._failures) == 1:
-                self._first_s = self._last_s
-            left_s = self._limit_s - (self._last_s - self._first_s)
-            self._is_spent = len(self._failures) > 1 and left_s <= 0
+            failure = self._failures[step] = _Failure(reason, self._clock())
+            failures = list(self._failures.values())
+            left_s = self._limit_s - (failure.seconds - failures[0].seconds)
+            self._is_spent = len(failures) > 1 and left_s <= 0
             end = (
                 "" if self._is_spent else f"; the next is tried in {units.duration(self._pause_s)}"
             )
@@ -121,13 +146,13 @@ class Saves:
 
     def check(self, *, at_end: bool = False) -> None:
         """Raises PeerError where saves have failed for too long; at the end after any failure."""
-        failures = self._failures.copy()  # another thread may have saved since
+        failures = list(self._failures.values())  # another thread may have saved since
         if not failures or not (at_end or self._is_spent):
             return
         raise PeerError(  # a disk may have room again
             str(self._run_dir / manifest.FOLDER),
             "a checkpoint could not be written",
-            found=failures[-1],
+            found=failures[-1].reason,
             fix="free space or choose another run.dir, then resume from the last checkpoint",
         )
 
@@ -138,14 +163,17 @@ class Saves:
 
     def is_retry_due(self) -> bool:
         """Whether it is time for another save after one that failed; from any thread."""
-        has_ended = bool(self._failures) and not self._told
-        return has_ended and self._clock() - self._last_s >= self._pause_s
+        failures = list(self._failures.values())
+        has_ended = bool(failures) and not self._told
+        return has_ended and self._clock() - failures[-1].seconds >= self._pause_s
 
     def _count(self, step: int, told: _Told, teller: str) -> None:
         told.tellers.append(teller)
-        if len(told.tellers) < self._num_tellers:
-            return
-        del self._told[step]
+        if len(told.tellers) == self._num_tellers:
+            self._in_turn(functools.partial(self._end, step, told))
+
+    def _end(self, step: int, told: _Told) -> None:
+        """Commits the checkpoint that all have told of, or gives it up."""
         if step not in self._failed:
             try:
                 self._commit(step, told.arrays, told.files)
@@ -154,9 +182,13 @@ class Saves:
         if step in self._failed:
             self._retention.after_failure(step)
         else:
-            self._failures.clear()
+            # A later save may have failed by now. It is not mended by this checkpoint.
+            for earlier in [failed for failed in list(self._failures) if failed < step]:
+                del self._failures[earlier]
+            self._is_spent = False
             self._retention.after_commit(step)
             self._committed(step)  # now: stores keep what they find kept here
+        del self._told[step]  # last: until then nothing is tried again
 
 
 def _settings(start: Start) -> dict[str, dict[str, Any]]:

@@ -42,6 +42,8 @@ def fetch(
     source: Source | None,
     advance: Callable[[], object],
     say: Callable[[str], object],
+    *,
+    again: bool = False,
 ) -> None:
     """Brings the parts of a checkpoint here that are not here yet.
 
@@ -53,12 +55,13 @@ def fetch(
         raises OSError, ValueError and UnreadError; None: there is none.
       advance: called with each piece.
       say: takes lines that tell how far it is.
+      again: brings those that are here, too; each stays until what has come is whole.
 
     Raises PeerError if a part cannot be fetched now, and DamagedError if a file of a part at a URL
     has not come as it was written, twice.
     """
     files = checkpoint.manifest["files"]
-    here = lambda: set(stores.held(folder, checkpoint.step, files))
+    here = lambda: set() if again else set(stores.held(folder, checkpoint.step, files))
     copies = [
         Copy(folder=folder, step=checkpoint.step, part=part, files=files)
         for part in sorted(set(parts) - here())
@@ -96,7 +99,14 @@ class Upload:
     start: str
 
     def read_piece(self, mirror: Mirror, step: int, name: str, first: int, count: int) -> bytes:
-        """Bytes of a file of the run folder, by its name there, as `stores.read_piece`."""
+        """Bytes of a file of a checkpoint, as `stores.read_piece`.
+
+        Args:
+          mirror: the copy at the URL.
+          step: of the checkpoint.
+          name: of the file in the run folder.
+          first, count: which bytes.
+        """
         file = name.removeprefix(stores.name_in(step, ""))
         return mirror.read_piece(stores.name_at_url(step, file, self.start), first, count)
 
@@ -107,12 +117,13 @@ def fetch_again(
     advance: Callable[[], object],
     say: Callable[[str], object],
 ) -> None:
-    """Brings a part that is at a URL here once more, since what is here is damaged.
+    """Brings a part that is at a URL here once more, since what is here may be damaged.
+
+    What is here is set aside when the other is whole, so it is not lost where the URL is away.
 
     Raises as `fetch`.
     """
-    manifest.set_part_aside(checkpoint, part)
-    fetch(checkpoint.path.parent.parent, checkpoint, [part], None, advance, say)
+    fetch(checkpoint.path.parent.parent, checkpoint, [part], None, advance, say, again=True)
 
 
 def uploads_of(checkpoint: Checkpoint) -> dict[str, Upload]:
@@ -124,15 +135,22 @@ def uploads_of(checkpoint: Checkpoint) -> dict[str, Upload]:
     }
 
 
-def held_at_urls(checkpoint: Checkpoint) -> set[str]:
-    """The parts that an object store has, each file in its size; none of a store that is away."""
+def held_at_urls(checkpoint: Checkpoint) -> tuple[set[str], dict[str, OSError]]:
+    """The parts that an object store has, each file in its size; of a store that is away none.
+
+    The second result has the parts that may be in stores that do not say so, and what came instead.
+    """
     found: set[str] = set()
+    unknown: dict[str, OSError] = {}
     uploads, files = uploads_of(checkpoint), checkpoint.manifest["files"]
     for url in dict.fromkeys(upload.url for upload in uploads.values()):
         starts = {part: upload.start for part, upload in uploads.items() if upload.url == url}
-        with contextlib.suppress(OSError, ValueError, HolmesError):
-            found |= set(Mirror(url).held(checkpoint.step, files, starts))
-    return found
+        with contextlib.suppress(ValueError, HolmesError):
+            try:
+                found |= set(Mirror(url).held(checkpoint.step, files, starts))
+            except OSError as error:
+                unknown |= dict.fromkeys(starts, error)
+    return found, unknown
 
 
 @contextlib.contextmanager

@@ -154,10 +154,11 @@ class Mirror:
         """Makes it that of one start of the run, by its name, as `stores.begin`.
 
         One of the processes of a folder `writes`; the others know whose it is. The checkpoints
-        after the steps `dropped` were found damaged.
+        after the steps `dropped` were found damaged. Raises as `stores.refuse_earlier`.
         """
         self.start = start
         if writes:
+            stores.refuse_earlier(self.url, start, self._owner())
             self.put(stores.OWNER, json.dumps({"start": start}).encode())
             self._dropped.update(dropped)
             self._drop()
@@ -165,9 +166,7 @@ class Mirror:
     def check(self) -> None:
         """Raises LostLeaseError if another start has begun since."""
         if (found := self._owner()) != self.start:
-            problem = "belongs to another start of the run by now, so nothing is written"
-            fix = "let the other start go on"
-            raise LostLeaseError(self.url, problem, found=found, fix=fix)
+            raise stores.superseded(self.url, found)
 
     def _owner(self) -> str:
         return _text_in(self.read(stores.OWNER), "start")

@@ -11,7 +11,8 @@ class SaveSchedule:
 
     The minutes count from the first step that is asked about. `begun` is told of each step after
     which a checkpoint is written, in the thread that asks. `retries` says whether one that failed
-    is to be tried again now.
+    is to be tried again now. A save that is due where `may_begin` says no comes after the first
+    step at which it says yes.
     """
 
     def __init__(
@@ -20,18 +21,22 @@ class SaveSchedule:
         clock: Callable[[], float] = time.monotonic,
         begun: Callable[[int], object] = lambda step: None,
         retries: Callable[[], bool] = lambda: False,
+        may_begin: Callable[[int], bool] = lambda step: True,
     ):
-        self._begun, self._retries = begun, retries
+        self._begun, self._retries, self._may_begin = begun, retries, may_begin
+        self._is_put_off = False
         self._every, self._interval_s = config.every, 60 * config.minutes
         self._clock = clock
         self._last_s: float | None = None
 
     def __call__(self, step: int) -> bool:
         """To be asked once after each step."""
-        is_due = self._is_due(step) or self._retries()
-        if is_due:
+        is_due = self._is_due(step) or self._retries() or self._is_put_off
+        self._is_put_off = is_due and not self._may_begin(step)
+        if is_due and not self._is_put_off:
             self._begun(step)
-        return is_due
+            return True
+        return False
 
     def _is_due(self, step: int) -> bool:
         if self._every is not None:

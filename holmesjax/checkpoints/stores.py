@@ -33,6 +33,7 @@ RUN_FILES = ("config.yaml", "topology.yaml", "plan.yaml", "skipped.json", "commi
 RUN_FOLDERS = ("tokenizer", "hugging_face")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._+=@~-]{0,254}"  # without a dot in front
 _OF_CHECKPOINT = re.compile(rf"checkpoints/step_\d{{8,18}}/(?:{_WORD}/){{0,8}}{_WORD}")
+_START = re.compile(r"(?P<home>.+)-(?P<epoch>\d+)-(?P<attempt>\d+)")  # of `start_name`
 _OF_RUN = re.compile(rf"(?:{'|'.join(RUN_FOLDERS)})/(?:{_WORD}/){{0,3}}{_WORD}")
 
 
@@ -217,17 +218,44 @@ def begin(folder: Path, start: str) -> Callable[[], None]:
     """Makes a store that of one start of the run, by its name.
 
     The function that is returned raises LostLeaseError if another start has begun since.
+
+    Raises as `refuse_earlier`.
     """
     path = folder / OWNER
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # or no record
+        refuse_earlier(str(folder), start, json_text.read(path).get("start"))
     write_whole(path, json.dumps({"start": start}))
 
     def check() -> None:
         if (found := json_text.read(path).get("start")) != start:
-            problem = "belongs to another start of the run by now, so nothing is written"
-            fix = "let the other start go on"
-            raise LostLeaseError(str(folder), problem, found=found, fix=fix)
+            raise superseded(str(folder), found)
 
     return check
+
+
+def refuse_earlier(place: str, start: str, owner: str | None) -> None:
+    """Raises LostLeaseError for a start that only wakes up when a later one has begun.
+
+    Only starts of the same launcher's folder have an order.
+
+    Args:
+      place: the run folder, or its URL.
+      start: which is to write there, by its name.
+      owner: the start that wrote there last.
+    """
+    mine, last = _START.fullmatch(start), _START.fullmatch(owner or "")
+    if not mine or not last or mine["home"] != last["home"]:
+        return
+    number = lambda match: (int(match["epoch"]), int(match["attempt"]))
+    if number(last) > number(mine):
+        raise superseded(place, owner)
+
+
+def superseded(place: str, owner: str | None) -> LostLeaseError:
+    """The error of a start where another one owns a run folder or a URL."""
+    problem = "belongs to another start of the run by now, so nothing is written"
+    fix = f"let the other start go on; if it has ended for good, remove {OWNER} there"
+    return LostLeaseError(place, problem, found=owner, fix=fix)
 
 
 def keep(folder: Path, steps: Collection[int], last: int, dropped: Collection[int]) -> list[int]:

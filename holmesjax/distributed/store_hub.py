@@ -191,7 +191,10 @@ class StoreHub:
             raise self._problem
 
     def gathered(self, checkpoint: Checkpoint) -> None:
-        """Waits until all parts of a checkpoint are somewhere. Raises CheckpointError."""
+        """Waits until all parts of a checkpoint are somewhere.
+
+        Raises CheckpointError, and as `of_system` where an object store does not answer.
+        """
         self._check(checkpoint, keeps=False)
 
     def _check(self, checkpoint: Checkpoint | None, *, keeps: bool = True) -> None:
@@ -201,8 +204,9 @@ class StoreHub:
         step = checkpoint.step if checkpoint else 0
         wanted = set(map(manifest.part_of, files))
         self._home = set(stores.held(self._folder, step, files))
+        unknown: dict[str, OSError] = {}
         if checkpoint:
-            self._in_stores = fetching.held_at_urls(checkpoint)
+            self._in_stores, unknown = fetching.held_at_urls(checkpoint)
         deadline_s, has_told = time.monotonic() + self._wait_s, False
         asked: set[_Store] = set()
         while True:
@@ -214,6 +218,9 @@ class StoreHub:
                 break
             if self._is_closed or time.monotonic() > deadline_s:
                 assert checkpoint is not None
+                for part in missing:
+                    if part in unknown:  # its store may be back for the next start
+                        raise of_system(unknown[part])
                 raise _nowhere(checkpoint, missing)
             if not has_told:
                 has_told = True

@@ -43,7 +43,7 @@ def test_steps_and_the_clock_together_are_refused():
 def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(config):
     """Steps take 6 s, so that ten are an interval either way; a long start is none."""
     now_s, lines, found = 0.0, [], {}
-    told = {10: ["a"], 20: []}
+    told = {10: ["a"], 20: [], 30: ["b", "a"]}
     config = CheckpointConfig(**config)
     alarm = CommitAlarm(config, 0, ["a", "b"], lambda: now_s)
     alarm.attach(lambda: told, lines.append)
@@ -60,6 +60,7 @@ def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(conf
     begun, again, third, over = lines
     assert "the last checkpoint: none in this run; outstanding: " in begun
     assert "the save after step 10 waits for b; the save after step 20 waits for a, b" in begun
+    assert begun.endswith("the save after step 30 waits for its commit")
     assert (f"step {first} is done" in begun, f"step {first + 10} is done" in again) == (True,) * 2
     assert f"step {first + 20} is done" in third
     assert "after step 50: the alarm is over" in over
@@ -68,10 +69,10 @@ def test_an_alarm_begins_after_three_intervals_repeats_each_minute_and_ends(conf
 class Recording:
     """Saves of two stages, whose folders are there, and what comes of them."""
 
-    def __init__(self, run_dir):
+    def __init__(self, run_dir, **options):
         self.committed, self.lines, self.full = [], [], False
         keeps = Retention(run_dir, CheckpointConfig(), Path.rename, self.lines.append)
-        self.saves = Saves(run_dir, 2, self.commit, keeps, self.lines.append)
+        self.saves = Saves(run_dir, 2, self.commit, keeps, self.lines.append, **options)
 
     def commit(self, step, arrays, files):
         if self.full:
@@ -151,6 +152,37 @@ def test_a_save_that_fails_is_tried_again_after_pauses_until_the_limit(tmp_path)
         saves.failed(int(seconds), "no room")
     with pytest.raises(PeerError, match="no room"):
         saves.check()
+
+
+def test_a_save_is_under_way_until_its_commit_has_ended(tmp_path):
+    """Until then nothing is tried again, and no more than two wait for their commits."""
+    ends, now_s = [], [0.0]
+    run = Recording(tmp_path, in_turn=ends.append, limit_s=1e9, clock=lambda: now_s[0])
+    saves = run.saves
+    due = SaveSchedule(
+        CheckpointConfig(every=100),
+        begun=saves.begun,
+        retries=saves.is_retry_due,
+        may_begin=saves.may_begin,
+    )
+    run.tell(90, "fails", "a")
+    ends.pop()()
+    now_s[0] = 1e3
+    assert due(95)  # again, since one has failed
+    run.tell(95, "a", "b")
+    assert [step for step in range(96, 150) if due(step)] == [100]  # and not that of 95
+    assert saves.outstanding() == {95: ["", ""], 100: []}
+    run.tell(100, "a", "b")
+    assert not any(due(step) for step in range(200, 310))
+    assert "no checkpoint after step 200: the commits of those after steps 95, 100" in run.lines[1]
+    assert len(run.lines) == 2  # said once
+    saves.failed(250, "no room")  # by one that saves at its end
+    ends.pop(0)()
+    assert [step for step in range(310, 315) if due(step)] == [310]  # late, and not left out
+    ends.pop(0)()
+    assert [step for step, *_ in run.committed] == [95, 100]
+    with pytest.raises(PeerError, match="no room"):  # earlier commits do not mend it
+        saves.check(at_end=True)
 
 
 def test_one_of_several_processes_of_a_stage_says_so_before_its_leader_does(tmp_path):

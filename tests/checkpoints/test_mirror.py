@@ -175,7 +175,7 @@ def test_a_gathered_checkpoint_is_trained_on_from_its_url(machine):
     fetch(new, 1)
 
 
-def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine):
+def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine, monkeypatch):
     run_folder, url = machine
     here, said = run_folder("a"), []
     found = start(here, url)
@@ -184,6 +184,16 @@ def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine):
     checkpoint = manifest.at(manifest.folder_of(here, 2))
     (checkpoint.path / "part_0/_METADATA").write_bytes(b"zerp")
     confirm = functools.partial(second_reading.confirm, say=said.append)
+
+    def is_away(*_):
+        raise OSError(errno.EIO, "no answer", url)
+
+    with monkeypatch.context() as away, Lease(here) as lease:
+        away.setattr(fetching, "RETRY_S", 0.0)
+        away.setattr(Mirror, "read_piece", is_away)
+        with pytest.raises(PeerError, match="cannot be fetched"):
+            manifest.newest(here, said.append, move=lease.move, confirm=confirm)
+    assert (checkpoint.path / "part_0/_METADATA").exists()  # it may be all that there is
     with Lease(here) as lease, pytest.raises(PeerError, match="has read it as it was written"):
         manifest.newest(here, said.append, move=lease.move, confirm=confirm)
     manifest.verify(checkpoint)
@@ -230,6 +240,8 @@ def test_the_last_that_wrote_says_what_the_run_is(machine):
             act()
     start(first, url, epoch=3)
     assert (first / "skipped.json").read_text() == "of b"
+    with pytest.raises(LostLeaseError, match="another start"):  # one that only wakes up now
+        mirror.of(first).begin(old.start)
     assert [checkpoint.step for checkpoint in manifest.find(first)] == [2, 1]
 
 
@@ -322,7 +334,7 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     assert "the checkpoint after step 4 is used instead" in said.getvalue()
     assert Mirror(url).steps() == [4, 6, 8]  # the damaged one was withdrawn, and saved again
     found = manifest.find(folder)[1]
-    assert fetching.held_at_urls(found) == {"part_0"}
+    assert fetching.held_at_urls(found) == ({"part_0"}, {})
     fetching.fetch_again(found, "part_0", lambda: None, said.write)
     losses = lambda records: [record["loss"] for record in records]
     assert losses(again.history) == losses(first) == losses(undisturbed)

@@ -1,6 +1,7 @@
 """Stores and the hub, over real connections and without JAX: what is fetched, kept and refused."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -218,6 +219,13 @@ def test_what_nobody_has_is_named_before_anything_starts(tmp_path):
     with hub_of(home) as (hub, _), pytest.raises(CheckpointError) as error:
         look(hub, checkpoint)
     assert "part_1 (written to n1:/f)" in error.value.found
+    silent = {"part_1": OSError(errno.EIO, "no answer", "s3://b/x")}  # a store that may be back
+    with (
+        patch.object(fetching, "held_at_urls", lambda found: (set(), silent)),
+        hub_of(home) as (hub, _),
+        pytest.raises(PeerError, match="s3://b/x"),
+    ):
+        look(hub, checkpoint)
     with hub_of(home, wait_s=20) as (hub, join):  # it is waited for
         hub.prepare(checkpoint, lambda: hub.said.append("starts"))
         wait_until(lambda: hub.said)
@@ -308,11 +316,14 @@ def test_no_name_leads_out_of_a_run_folder(tmp_path, name):
 
 
 def test_an_earlier_start_writes_no_more(tmp_path):
-    first = stores.begin(tmp_path, "x, epoch 1")
+    first = stores.begin(tmp_path, "x-9-2")
     first()
-    stores.begin(tmp_path, "x, epoch 2")()
-    with pytest.raises(LostLeaseError, match="another start"):
-        first()
+    for later in ("x-10-0", "y-1-0", "y-1-1"):  # of another launcher's folder, whatever its number
+        stores.begin(tmp_path, later)()
+    for act in (first, lambda: stores.begin(tmp_path, "y-1-0")):  # which wakes up behind the next
+        with pytest.raises(LostLeaseError, match="another start"):
+            act()
+    assert json.loads((tmp_path / stores.OWNER).read_text()) == {"start": "y-1-1"}
 
 
 @pytest.mark.parametrize("name", ["store.json", "config.yaml", "checkpoints/step_00000002/x"])

@@ -12,7 +12,7 @@ import pytest
 
 import launch.attempt
 from holmesjax import job as jobs
-from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data
+from holmesjax.checkpoints import committed, committing, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
@@ -23,6 +23,7 @@ from holmesjax.report import metrics, recorder
 from holmesjax.runtime.step_timeout import Progress
 from launch import process_logs, restarts
 from launch.attempt import Attempt
+from launch.job_saves import JobSaves
 from launch.loop_watch import LoopWatch
 from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
@@ -153,10 +154,10 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
     assert error.value.where == "a/a-1 (stage 0, process 1)"
 
 
-def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeypatch):
-    """It waits until what comes after it was heard, and the job for it."""
-    heard, waited = threading.Event(), []
-    take, commit = Attempt._take, launch.attempt.committing.commit
+def supervise_a_commit(tmp_path, monkeypatch, before):
+    """A job whose only commit, after `before()`, begins when all processes are done."""
+    heard = threading.Event()
+    take, commit = Attempt._take, committing.commit
 
     def take_and_tell(attempt, event):
         take(attempt, event)
@@ -164,15 +165,46 @@ def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeyp
             heard.set()
 
     def wait_and_commit(*arguments, **options):
-        waited.append(heard.wait(30))
+        before(heard.wait(60))
         commit(*arguments, **options)
 
     monkeypatch.setattr(Attempt, "_take", take_and_tell)
-    monkeypatch.setattr(launch.attempt.committing, "commit", wait_and_commit)
+    monkeypatch.setattr(committing, "commit", wait_and_commit)
     ends = [["tell", "up"], ["steps", 1, 10], ["save", 10], ["done", 10]]
-    supervisor, _ = supervise(tmp_path, {0: ends, 1: [["tell", "up"], ["done", 10]], 2: ends})
-    supervisor.run()
+    return supervise(tmp_path, {0: ends, 1: [["tell", "up"], ["done", 10]], 2: ends})[0]
+
+
+def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeypatch):
+    """It waits until what comes after it was heard, and the job for it."""
+    waited = []
+    supervise_a_commit(tmp_path, monkeypatch, waited.append).run()
     assert waited == [True]
+    assert [found.step for found in manifest.find(tmp_path / "run")] == [10]
+
+
+@pytest.mark.parametrize("limit", ["start_timeout_s = 0 s", "stop_timeout_s = 100 s of SIGTERM"])
+def test_a_commit_that_hangs_ends_the_job_and_nobody_is_blamed(tmp_path, monkeypatch, limit):
+    """It returns when the attempt is over, and counts then."""
+    ended, close = threading.Event(), JobSaves.__exit__
+
+    def hang(_):
+        if "stop" in limit:
+            supervisor._stops.add(signal.SIGTERM)
+            supervisor._stops._deadline_s = 0.0
+        else:
+            supervisor._attempt._saves._limit_s = 0.0
+        ended.wait(30)
+
+    def return_and_close(*arguments):
+        ended.set()
+        close(*arguments)
+
+    monkeypatch.setattr(launch.attempt, "LEAST_LEFT_S", 60.0)
+    monkeypatch.setattr(JobSaves, "__exit__", return_and_close)
+    supervisor = supervise_a_commit(tmp_path, monkeypatch, hang)
+    with pytest.raises(PeerError, match=f"has not taken a checkpoint within distributed.{limit}"):
+        supervisor.run()
+    assert supervisor._attempt.blamed is None
     assert [found.step for found in manifest.find(tmp_path / "run")] == [10]
 
 
@@ -412,7 +444,18 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
     tmp_path, capsys, monkeypatch
 ):
     """One stage of two never tells that its part of the first save is written."""
-    monkeypatch.setattr(Scrub, "committed", Scrub.found)  # reads it at once, and finds damage
+    committed_12, take_step = threading.Event(), JobSaves.step
+
+    def find_damage(scrub, step):  # reads it at once; it is told last of a commit
+        scrub.found(step)
+        committed_12.set()
+
+    def wait_and_take(job_saves, step):
+        assert step != 10 or committed_12.wait(60)
+        return take_step(job_saves, step)
+
+    monkeypatch.setattr(Scrub, "committed", find_damage)
+    monkeypatch.setattr(JobSaves, "step", wait_and_take)
     begin, go_on = [["tell", "up"], ["verdict", 2]], [["steps", 1, 9], ["verdict", 12]]
     end = [["await", 12], ["steps", 10, 13], ["done", 13]]
     vote, saves = [["vote", 2]], [["save", 12]]
@@ -432,7 +475,7 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
     assert "a checkpoint is committed again, after step 12" in out
     records = metrics.read(tmp_path / "run")
     found = [record.get("steps_without_checkpoint") for record in records]
-    assert found[:9] == [*[None] * 6, 7, 8, 9]  # steps may be told before the thread has committed
+    assert found == [*[None] * 6, 7, 8, 9, *[None] * 4]
     assert [record["damaged_step"] for record in records if "damaged_step" in record] == [12]
 
 
@@ -493,7 +536,7 @@ def test_what_hangs_behind_the_last_step_ends_with_the_status_of_the_job(tmp_pat
     watch = functools.partial(LoopWatch, end=end)
     monkeypatch.setattr(launch.attempt, "LoopWatch", watch)
     real_end = launcher.end
-    launcher.end = lambda: (ended.wait(60), real_end())  # `scancel`, say, does not return
+    launcher.end = lambda: (ended.wait(30), real_end())  # `scancel`, say, does not return
     assert supervisor.run() == 0
     assert statuses == [0]
 

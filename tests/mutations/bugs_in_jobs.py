@@ -307,12 +307,60 @@ JOBS = (
     ),
     Bug(
         name="commits-hold-up-the-launcher",
-        module="launch.attempt",
-        old="self._saving.append(self._saver.submit(take))",
-        new="take()",
+        module="launch.job_saves",
+        old="in_turn=self._in_turn,",
+        new="",
         wrong="a store that is away makes the launcher deaf for minutes",
         tests=(
             "tests/launch/test_supervisor.py::test_a_commit_that_waits_for_a_store_holds_up_nothing_else",
+        ),
+    ),
+    Bug(
+        name="commit-that-hangs-for-ever",
+        module="launch.job_saves",
+        old="if self._commits and self._busy_s > self._limit_s:",
+        new="if False:",
+        wrong="a file system that hangs in the last commit holds up the job for ever",
+        tests=(
+            "tests/launch/test_supervisor.py::test_a_commit_that_hangs_ends_the_job_and_nobody_is_blamed",
+        ),
+    ),
+    Bug(
+        name="another-save-in-a-commit",
+        module="holmesjax.checkpoints.committing",
+        old="has_ended = bool(failures) and not self._told",
+        new="has_ended = bool(failures)",
+        wrong="a save that is tried again is made twice while its commit is under way",
+        tests=(
+            "tests/checkpoints/test_committing.py::test_a_save_is_under_way_until_its_commit_has_ended",
+        ),
+    ),
+    Bug(
+        name="commits-without-end",
+        module="holmesjax.checkpoints.save_schedule",
+        old="self._is_put_off = is_due and not self._may_begin(step)",
+        new="self._is_put_off = False",
+        wrong="commits that take longer than an interval pile up",
+        tests=(
+            "tests/checkpoints/test_committing.py::test_a_save_is_under_way_until_its_commit_has_ended",
+        ),
+    ),
+    Bug(
+        name="late-start-takes-the-url",
+        module="holmesjax.checkpoints.mirror",
+        old="stores.refuse_earlier(self.url, start, self._owner())\n",
+        new="pass\n",
+        wrong="a start that wakes up late takes the URL from its successor",
+        tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),
+    ),
+    Bug(
+        name="put-away-before-the-url-answers",
+        module="holmesjax.checkpoints.fetching",
+        old="    fetch(checkpoint.path",
+        new="    manifest.set_part_aside(checkpoint, part) or fetch(checkpoint.path",
+        wrong="a part that one process cannot read is nowhere while its URL is away",
+        tests=(
+            "tests/checkpoints/test_mirror.py::test_what_is_damaged_here_alone_is_brought_again_from_the_url",
         ),
     ),
     Bug(
