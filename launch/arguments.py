@@ -165,10 +165,9 @@ def _unknown_option(
         fix = f"{parser.prog} --help lists the options"
         if "overrides" in args:
             name = option.lstrip("-")
-            names = [f"{section}.{name}" for section in schema.sections_with(Config, name)] or [
-                name
-            ]
-            fix += f"; a setting has no dashes: {' or '.join(names)}=VALUE"
+            homes = schema.sections_with(Config, name)
+            settings = " or ".join(f"{section}.{name}" for section in homes) or name
+            fix += f"; a setting has no dashes: {settings}=VALUE"
     return ConfigError(args.verb, "has no such option", found=found, fix=fix)
 
 

@@ -31,7 +31,7 @@ def states_of(chunks, random):
     """States with random weights, and nothing else."""
     shapes = [chunk.state_shapes.params for chunk in chunks]
     draw = lambda x: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
-    return [ChunkState(jax.tree.map(draw, own), {}, {}) for own in shapes]
+    return [ChunkState(jax.tree.map(draw, params), {}, {}) for params in shapes]
 
 
 def numbers(states, what):

@@ -119,7 +119,7 @@ def fetch_again(
 ) -> None:
     """Brings a part that is at a URL here once more, since what is here may be damaged.
 
-    What is here is set aside when the other is whole, so it is not lost where the URL is away.
+    The part here is set aside when the other is whole, so it is not lost where the URL is away.
 
     Raises as `fetch`.
     """

@@ -255,7 +255,7 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
             return
         if is_list and types.is_integer(kind.value_type):
             return
-    found = ", ".join(f"{own.name}: {own.type}" for own in schema)
+    found = ", ".join(f"{field.name}: {field.type}" for field in schema)
     many = "has several columns" if schema.names.count(column) > 1 else "has no column"
     problem = f"{many} `{column}` of text, or of lists of integers"
     raise DataError(where, problem, found=found, fix="name another by --column")

@@ -303,10 +303,10 @@ def _like(tree: Tree, arrays: Arrays) -> Tree:
 def with_weights(state: ChunkState, weights: Arrays, share: float = 1.0) -> ChunkState:
     """A state in which global weights have a share in the weights that they are of."""
     arrays = flatten(state.params)
-    for name, own in arrays.items():
+    for name, array in arrays.items():
         if name in weights:
-            blend = _blend_program(share, own.sharding)
-            arrays[name] = weights[name] if share == 1.0 else blend(own, weights[name])
+            blend = _blend_program(share, array.sharding)
+            arrays[name] = weights[name] if share == 1.0 else blend(array, weights[name])
     return replace(state, params=_like(state.params, arrays))
 
 
@@ -316,7 +316,7 @@ def _digests(trees: Sequence[Sequence[str]], arrays: Arrays) -> dict[str, str]:
     All processes of a stage come here with the same arrays.
     """
     of_stages = [{name: arrays[name] for name in names if name in arrays} for names in trees]
-    return {name: x for own in of_stages if own for name, x in digests.of(own).items()}
+    return {name: x for tree in of_stages if tree for name, x in digests.of(tree).items()}
 
 
 @functools.cache

@@ -77,10 +77,10 @@ class Streaming:
 
     def _all_global(self, states: States, island: int, done: int) -> Arrays:
         """The global weights of all parameters, on one island; {} if it is not here."""
-        here = {k: own for k, own in states.items() if k == island}
+        here = {k: of_chunks for k, of_chunks in states.items() if k == island}
         if not done:
-            params = [flatten(state.params) for own in here.values() for state in own]
-            return {name: jnp.copy(x) for own in params for name, x in own.items()}
+            params = [flatten(state.params) for of_chunks in here.values() for state in of_chunks]
+            return {name: jnp.copy(x) for arrays in params for name, x in arrays.items()}
         again = self.meetings.send_again(states, done, self.meetings.names, [island])
         return self.meetings.global_weights(again, here).get(island, {})
 

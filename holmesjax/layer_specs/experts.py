@@ -57,7 +57,7 @@ def expert_block(model: ModelConfig) -> Kind:
     slots = experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE)
     ds, fs, dr = round(d * slots), round(f * slots), round(d * rows)
     fr = round(f * rows * SLOTS_PER_CHOICE)  # in the slots of the rows that come
-    parameters = [own for own in whole.parameters if shared or not _is_of_mlp(own)]
+    parameters = [stated for stated in whole.parameters if shared or not _is_of_mlp(stated)]
     products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
     is_normed = model.norms in ("after", "both")

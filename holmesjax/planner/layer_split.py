@@ -21,8 +21,8 @@ def split(
 ) -> Assignment:
     """The layers of each stage so that the slowest is as fast as can be, inside their memory.
 
-    Where the config says how many layers of each stage compute again, each stage has so many. If
-    memory is too small, the assignment is one that does not fit.
+    Each stage has as many layers that compute again as the config says, if it does. The assignment
+    is one that does not fit if memory is too small.
     """
     assignment = Assignment(tuple(segments), ())
     share_out = _share_equal if problem.ranges.num_kinds == 1 else _share_unequal

@@ -227,7 +227,7 @@ def _room(
         fixed.append(2 * one - more)
         layer.append((more - deep) / load)
         kept.append((deep - one) / load)
-    fixed_bytes, layer_bytes, kept_bytes = (np.min(own, axis=0) for own in (fixed, layer, kept))
+    fixed_bytes, layer_bytes, kept_bytes = (np.min(rows, axis=0) for rows in (fixed, layer, kept))
     ranges, many_bytes = problem.ranges, problem.stage_costs.many_bytes
     spare_bytes = np.zeros(len(found))
     for role in roles(2):  # each has one neighbour, and so fewer buffers

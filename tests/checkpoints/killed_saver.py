@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holmesjax.checkpoints import manifest
-from holmesjax.hosts.process_environment import die_with
+from tests.checkpoints.forked_process import fork_for_each_line
 from tests.hand_made_plans import hand_made_plan, make_chunks
 from tests.written_checkpoints import SMALL, write_states
 
@@ -40,18 +40,8 @@ def save_for_ever(run_dir: Path, told: Path, begun: int) -> None:
 
 
 def main() -> None:
-    die_with(os.environ["HOLMES_PARENT"])
     run_dir, told = Path(sys.argv[1]), Path(sys.argv[2])
-    for _ in iter(sys.stdin.readline, ""):
-        own = str(os.getpid())
-        if (child := os.fork()) == 0:
-            die_with(own)
-            begun = os.dup(1)
-            os.dup2(2, 1)  # what is said goes to the errors
-            save_for_ever(run_dir, told, begun)
-            os._exit(1)  # it has ended by itself
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    fork_for_each_line(lambda begun: save_for_ever(run_dir, told, begun))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from holmesjax.checkpoints import committed, manifest, mirror, stores
 from holmesjax.files import places
-from holmesjax.hosts.process_environment import die_with
 from holmesjax.liveness.lease import Lease
+from tests.checkpoints.forked_process import fork_for_each_line
 
 FILES = ("part_0/d/a", "part_0/_METADATA", "part_1/d/b")
 SIZE = 100_000
@@ -61,17 +61,7 @@ def save(folder: Path, copy: mirror.Mirror, step: int) -> None:
 
 
 def main() -> None:
-    die_with(os.environ["HOLMES_PARENT"])
-    for _ in iter(sys.stdin.readline, ""):
-        own = str(os.getpid())
-        if (child := os.fork()) == 0:
-            die_with(own)
-            begun = os.dup(1)
-            os.dup2(2, 1)  # what is said goes to the errors
-            save_for_ever(sys.argv[1], begun)
-            os._exit(1)  # it has ended by itself
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    fork_for_each_line(lambda begun: save_for_ever(sys.argv[1], begun))
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     assert "warning: no checkpoint after step 2: no answer" in said.getvalue()
     assert "; the next is tried in " in said.getvalue()
     assert Mirror(url).steps() == [4, 6, 8]
-    assert [found.step for found in manifest.find(folder)] == [8, 6, 4]
+    assert [checkpoint.step for checkpoint in manifest.find(folder)] == [8, 6, 4]
     spoil(server, url, manifest.find(folder)[1], "part_0/_METADATA")
     shutil.rmtree(folder)  # another machine
     Mirror(url).withdraw(8)  # as if killed before

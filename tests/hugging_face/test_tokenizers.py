@@ -219,7 +219,9 @@ def test_spaces_of_an_answer_count(trim, tmp_path):
         "content": "    x",
     }  # whose first space is no character less
     tokens, counts = chat._encoder(data)(chat.Dialogue(dialogue), "x")
-    assert "    x<|im_end|>" in decode([t for t, own in zip(tokens, counts, strict=True) if own])
+    assert "    x<|im_end|>" in decode(
+        [t for t, is_counted in zip(tokens, counts, strict=True) if is_counted]
+    )
 
 
 def test_runs_of_spaces_that_are_tokens_are_text_in_a_dialogue(tmp_path):
@@ -232,7 +234,7 @@ def test_runs_of_spaces_that_are_tokens_are_text_in_a_dialogue(tmp_path):
     said = [{"role": "user", "content": "x    y"}, {"role": "assistant", "content": "a\n    b"}]
     tokens, counts = chat._encoder(data)(chat.Dialogue(said), "x")
     spaces = plain.token_to_id("    ")
-    assert [own for token, own in zip(tokens, counts, strict=True) if token == spaces] == [0, 1]
+    assert [count for token, count in zip(tokens, counts, strict=True) if token == spaces] == [0, 1]
     assert tokenizer_files.load(path).answer_prompt(said[:1]).count(spaces) == 1
 
 

@@ -40,7 +40,9 @@ def assert_same_runs(one, other, streams=False):
     ours, theirs = (list(metrics.read(folder)) for folder in (one, other))
     assert [x.get("val_loss") for x in ours] == [x.get("val_loss") for x in theirs]
     for name in ("loss", "grad_norm", "learning_rate"):
-        np.testing.assert_allclose(*([x[name] for x in own] for own in (ours, theirs)), rtol=3e-7)
+        np.testing.assert_allclose(
+            *([x[name] for x in records] for records in (ours, theirs)), rtol=3e-7
+        )
     if streams:
         return
     assert [x["link_bytes"] for x in ours] == [x["link_bytes"] for x in theirs]

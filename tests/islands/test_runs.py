@@ -214,7 +214,7 @@ def test_the_plan_says_islands_bytes_and_seconds():
     # What validations need: the first island keeps all global weights where it has others.
     blended = {"parallel.blend": 0.5, "train.eval_every": 2}
     stages = job.load(RUN, {**SMALL, **ISLANDS, **blended}).plan.stages
-    outer, kept = ([s.memory_bytes["outer"] for s in own] for own in (plan.stages, stages))
+    outer, kept = ([s.memory_bytes["outer"] for s in islands] for islands in (plan.stages, stages))
     assert kept == [outer[0] + plan.meeting.bytes[0], outer[1]]
     with pytest.raises(HolmesError, match="meeting must have the bytes of each island"):
         Plan.from_json(dataclasses.replace(plan, meeting=None).to_json())

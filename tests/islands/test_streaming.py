@@ -41,15 +41,17 @@ class Islands:
         if states is None:
             drawn = states_of(chunks[0], np.random.default_rng(0))
             weights = numbers(drawn, lambda state: state.params)
-            states = {k: states_of(own, np.random.default_rng(0)) for k, own in chunks.items()}
+            states = {k: states_of(of_k, np.random.default_rng(0)) for k, of_k in chunks.items()}
             put = lambda state: with_arrays(state, lambda name, x: weights[name])
-            states = {k: [put(state) for state in own] for k, own in states.items()}
+            states = {k: [put(state) for state in of_k] for k, of_k in states.items()}
         self.states = self.streaming.begin(states, done, written)
 
     def step(self, step):
         moved = {
-            k: [with_arrays(s, lambda n, x, k=k: np.asarray(x) + noise(step, k, n, x)) for s in own]
-            for k, own in self.states.items()
+            k: [
+                with_arrays(s, lambda n, x, k=k: np.asarray(x) + noise(step, k, n, x)) for s in of_k
+            ]
+            for k, of_k in self.states.items()
         }
         self.states = self.streaming.after_step(moved, step)
 
@@ -115,18 +117,18 @@ def test_fragments_meet_by_the_rule_and_from_any_step_on(stream):
     parallel = parallel_of(*stream)
     islands, counted = Islands(parallel), [0, 0]
     rule = by_the_rule(parallel, islands.weights(0))
-    for step, (own, outer) in enumerate(rule, 1):
+    for step, (inner, outer) in enumerate(rule, 1):
         islands.step(step)
         for k in (0, 1):
             for name, x in islands.weights(k).items():
-                np.testing.assert_allclose(x, own[k][name], rtol=0, atol=1e-5)
+                np.testing.assert_allclose(x, inner[k][name], rtol=0, atol=1e-5)
         if step % 5 == 0 or step in (MIDDLE, LAST):
             islands.states = islands.streaming.settle(islands.states)
             for name, x in islands.outer("weights").items():
                 np.testing.assert_allclose(x, outer[name][0], rtol=0, atol=1e-5)
         if step == MIDDLE:
             saved = islands.states
-            others = share_of_flight(parallel, own, outer)
+            others = share_of_flight(parallel, inner, outer)
         for link, num_bytes in islands.meetings.take_bytes().items():
             counted[int(link.split()[1])] += num_bytes
         if step == 2 * stream[1]:

@@ -179,7 +179,7 @@ def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeyp
     waited = []
     supervise_a_commit(tmp_path, monkeypatch, waited.append).run()
     assert waited == [True]
-    assert [found.step for found in manifest.find(tmp_path / "run")] == [10]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path / "run")] == [10]
 
 
 @pytest.mark.parametrize("limit", ["start_timeout_s = 0 s", "stop_timeout_s = 100 s of SIGTERM"])
@@ -205,7 +205,7 @@ def test_a_commit_that_hangs_ends_the_job_and_nobody_is_blamed(tmp_path, monkeyp
     with pytest.raises(PeerError, match=f"has not taken a checkpoint within distributed.{limit}"):
         supervisor.run()
     assert supervisor._attempt.blamed is None
-    assert [found.step for found in manifest.find(tmp_path / "run")] == [10]
+    assert [checkpoint.step for checkpoint in manifest.find(tmp_path / "run")] == [10]
 
 
 def test_one_that_hangs_is_named_in_time_with_what_the_others_wait_for(tmp_path):
