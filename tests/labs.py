@@ -1,7 +1,6 @@
 """The needs of tests that build a lab on this machine."""
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -28,7 +27,8 @@ needs_lab = pytest.mark.skipif(bool(missing := _missing()), reason=missing or ""
 def left_behind(id: str) -> list[str]:
     """The traces of a lab of this name on this machine."""
     lab = f"holmes-{id}"
-    found = [name for name in os.listdir("/var/run/netns") if name.partition(".")[0] == lab]
+    names = Path("/var/run/netns").glob("*")  # no namespace was ever made: no such folder
+    found = [str(p) for p in names if p.name.partition(".")[0] == lab]
     found += [str(p) for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(lab)]
     found += [str(p) for p in Path("/run/holmesjax").glob(id)]
     made = re.compile(r"n\d+-(eth|fast)|br-(eth|\d)|(in|out)\d+")

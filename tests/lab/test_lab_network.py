@@ -137,7 +137,7 @@ clusters:
      nics: [{kind: roce_200}, {kind: ethernet_100}]}
 links:
   - {between: [a, b], fabric: ethernet, bandwidth: 40 Gb/s, latency: 50 us}
-  - {between: [b, a], fabric: roce, bandwidth: 20 Gb/s, latency: 50 us}
+  - {between: [b, a], fabric: ethernet, bandwidth: 20 Gb/s, latency: 50 us}
 """
 
 
