@@ -119,11 +119,20 @@ def put(runner, inputs, **options):
     return runner.placer.place_all(inputs, **options)
 
 
+def train_step(runner, states, inputs, **options):
+    """The states after a step, and what it reports.
+
+    Args:
+      inputs: of all sequences, on the host.
+      options: of the placer.
+    """
+    with Clock(len(states)) as clock:
+        return runner.train_step(states, put(runner, inputs, **options), clock.timeline())
+
+
 def first_step(runner, plan):
     """The loss, and the states after it."""
-    clock, inputs = Clock(len(plan.stages)), step_inputs(plan.global_batch, 0)
-    states, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
-    clock.close()
+    states, metrics = train_step(runner, runner.init(SEED), step_inputs(plan.global_batch, 0))
     return float(metrics["loss"]), states
 
 

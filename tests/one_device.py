@@ -233,14 +233,31 @@ def assert_near(got, want, rtol=RTOL, where=""):
     assert error <= rtol, f"{where}: relative error {error:.1e}"
 
 
-def _pairs(got, want):
+def pairs(got, want):
     """The arrays of a stage, and those of the model of the same names."""
     for path, x in jax.tree_util.tree_leaves_with_path(got):
         yield path, x, functools.reduce(lambda tree, key: tree[key.key], path, want)
 
 
+def check_gradient(states, gradient, rtol=RTOL) -> set[str]:
+    """The first moments after a first step with beta1 = 0 are the gradient.
+
+    Args:
+      gradient: of one device; a model that trains in part has moments of this part alone.
+
+    Returns:
+      The names of the parameters that have a moment.
+    """
+    names = set()
+    for state in states:
+        for path, moment, wanted in pairs(state.opt_state.mu, gradient):
+            assert_near(moment, wanted, rtol, str(path))
+            names.add("/".join(key.key for key in path))
+    return names
+
+
 def assert_trees_near(got, want, rtol, where):
-    for path, x, wanted in _pairs(got, want):
+    for path, x, wanted in pairs(got, want):
         # One number in a thousand is more of the norm of an array with fewer.
         few = 1.0 if rtol == RTOL else max(1.0, (10_000 / x.size) ** 0.5)
         assert_near(x, wanted, rtol * few, f"{where}, {path}")
@@ -248,7 +265,7 @@ def assert_trees_near(got, want, rtol, where):
 
 def assert_trees_rounded_alike(got, want, where):
     """Few numbers differ by more than sums in another order."""
-    for path, x, wanted in _pairs(got, want):
+    for path, x, wanted in pairs(got, want):
         others = np.count_nonzero(np.abs(x - wanted) > 1e-4 * np.abs(wanted))
         assert others <= 8 + ROUNDED_OTHERWISE * x.size, f"{where}, {path}: {others} of {x.size}"
 

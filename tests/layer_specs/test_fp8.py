@@ -21,9 +21,8 @@ from holmesjax.models.layer import apply, init_params, merged
 from holmesjax.runtime import microbatch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
-from holmesjax.runtime.timeline import Clock
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
-from tests.one_device import SEED, assert_near, step_inputs
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
+from tests.one_device import SEED, assert_near, check_gradient, step_inputs
 
 pytestmark = pytest.mark.xdist_group("fp8")
 
@@ -84,23 +83,19 @@ def test_every_plan_trains_as_one_device(fp8, plan):
     """Two steps: in the first no magnitude is known, and the second has the scales of the first."""
     model = dataclasses.replace(MODEL, fp8=fp8)
     runner = make_runner(plan, make_chunks(model, plan), evaluates=False)
-    states, clock = runner.init(SEED), Clock(len(plan.stages))
+    states = runner.init(SEED)
     for step in range(2):
         params, fixed = on_host(states, "params"), on_host(states, "fixed")
         inputs = step_inputs(plan.global_batch, step)
         names = ("token_BL", "target_BL")
         plain = {name: inputs[name] for name in names}
         (loss, maxima), gradient = plain_gradient(model)(params, fixed, inputs=plain)
-        states, found = runner.train_step(states, put(runner, inputs), clock.timeline())
+        states, found = train_step(runner, states, inputs)
         assert float(found["loss"]) == pytest.approx(float(loss), rel=1e-4)
-        for state in states:  # with beta1 = 0 the first moment is the gradient
-            for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
-                want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
-                assert_near(got, want, FLIPPED_RTOL, str(path))
+        check_gradient(states, gradient, FLIPPED_RTOL)
         for layer, values in on_host(states, "fixed").items():
             assert_near(values["fp8"]["maxima_ST"], maxima[layer], 1e-4, layer)
             assert np.count_nonzero(values["fp8"]["maxima_ST"][:, ::-1].all(0)) == step + 1
-    clock.close()
     assert bool(on_host(states, "fixed")) == (fp8.scaling == "delayed")
 
 
@@ -229,16 +224,15 @@ def trained(model):
     config = OptimizerConfig(learning_rate=1e-2, schedule="constant")
     [chunk] = make_chunks(model, plan, config=config, dtype="bfloat16")
     runner = make_runner(plan, [chunk], evaluates=False)
-    states, clock, losses = runner.init(SEED), Clock(1), []
+    states, losses = runner.init(SEED), []
     random, length = np.random.default_rng(0), model.context_length
     text = np.frombuffer(TEXT, np.uint8).astype(np.int32)
     for _ in range(60):
         starts = random.integers(len(text) - length - 1, size=plan.global_batch)
         rows = np.stack([text[start : start + length + 1] for start in starts])
-        inputs = put(runner, {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:]})
-        states, found = runner.train_step(states, inputs, clock.timeline())
+        inputs = {"token_BL": rows[:, :-1], "target_BL": rows[:, 1:]}
+        states, found = train_step(runner, states, inputs)
         losses.append(float(found["loss"]))
-    clock.close()
     return np.array(losses)
 
 

@@ -1,7 +1,5 @@
 """Blocks with a window, mixed with others, equal masked dense attention and `jax.grad`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +12,9 @@ from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.planner.stage_layouts import context_sizes
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.timeline import Clock
 from tests.clusters import make_config
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
-from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
+from tests.one_device import MICROBATCH, RTOL, SEED, check_gradient, step_inputs
 
 pytestmark = pytest.mark.xdist_group("window")
 
@@ -66,17 +63,11 @@ def test_windows_equal_masked_dense_attention():
     """Devices share sequences, in runs of 4 tokens: a window reaches over each end."""
     loss, gradient = textbook_step()
     plan = hand_made_plan((1, 1), 1, 1, context=2)
-    runner, clock = make_runner(plan, make_chunks(MODEL, plan), evaluates=False), Clock(2)
+    runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
     states = runner.init(SEED)
-    states, metrics = runner.train_step(
-        states, put(runner, step_inputs(MICROBATCH, 0)), clock.timeline()
-    )
-    clock.close()
+    states, metrics = train_step(runner, states, step_inputs(MICROBATCH, 0))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=RTOL)
-    for state in states:  # with beta1 = 0 the first moment is the gradient
-        for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
-            want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
-            assert_near(got, want, RTOL, str(path))
+    check_gradient(states, gradient)
 
 
 def test_keys_of_a_window_come_from_few_devices():

@@ -26,13 +26,12 @@ from holmesjax.optimizers.optimizer import learning_rate
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.programs import ProgramKey
-from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
 from holmesjax.training_setup import read_batches
 from tests import own_models as own_model
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.jobs import RunningJob, write_run
-from tests.one_device import MICROBATCH, RTOL, SEED, assert_near, step_inputs
+from tests.one_device import MICROBATCH, RTOL, SEED, check_gradient, pairs, step_inputs
 from tests.own_model_steps import initial, plain_loss
 from tests.shapes import shape_of
 
@@ -58,21 +57,13 @@ def plain_step():
 def test_a_step_is_that_of_one_device(plan):
     params, loss, gradient = plain_step()
     runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
-    states, clock = runner.init(SEED), Clock(len(plan.stages))
+    states = runner.init(SEED)
     for state in states:
-        for path, got in jax.tree_util.tree_leaves_with_path(state.params):
-            want = functools.reduce(lambda tree, key: tree[key.key], path, params)
+        for path, got, want in pairs(state.params, params):
             np.testing.assert_array_equal(got, want, str(path))
-    states, found = runner.train_step(states, put(runner, step_inputs(8, 1)), clock.timeline())
-    clock.close()
+    states, found = train_step(runner, states, step_inputs(8, 1))
     assert float(found["loss"]) == pytest.approx(float(loss), rel=RTOL)
-    seen = 0
-    for state in states:  # with beta1 = 0 the first moment is the gradient
-        for path, got in jax.tree_util.tree_leaves_with_path(state.opt_state.mu):
-            want = functools.reduce(lambda tree, key: tree[key.key], path, gradient)
-            assert_near(got, want, RTOL, str(path))
-            seen += 1
-    assert seen == len(jax.tree.leaves(gradient))
+    assert len(check_gradient(states, gradient)) == len(jax.tree.leaves(gradient))
 
 
 def test_a_device_draws_its_own_part_alone():

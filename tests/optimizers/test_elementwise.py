@@ -17,8 +17,7 @@ from holmesjax.layer_specs.model_layers import EMBED
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import in_one_process
-from holmesjax.runtime.timeline import Clock
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.jobs import write_run
 from tests.one_device import assert_trees_near, plain_loss, step_inputs
 from tests.optimizers.muon_steps import numpy_steps
@@ -122,14 +121,6 @@ def steps_on_one_device(model, config, num_sequences):
         yield params, average
 
 
-def train_step(runner, states, num_sequences, step, num_stages):
-    clock = Clock(num_stages)
-    inputs = put(runner, step_inputs(num_sequences, step))
-    states, _ = runner.train_step(states, inputs, clock.timeline())
-    clock.close()
-    return states
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name, tmp_path):
     config, model = CONFIGS[name], make_model(tied_embeddings=True, **FACTORED)
@@ -139,7 +130,7 @@ def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name
     states, batch = runner.init(SEED), plans[0].global_batch
     wanted = steps_on_one_device(model, config, batch)
     for step, want in zip(range(NUM_STEPS - 1), wanted, strict=False):
-        states = train_step(runner, states, batch, step, 2)
+        states, _ = train_step(runner, states, step_inputs(batch, step))
         check(states, want)
     write_states(tmp_path, model, chunks, (NUM_STEPS - 1,), states=states)
     [found] = manifest.find(tmp_path)
@@ -148,7 +139,8 @@ def test_steps_are_those_of_optax_before_and_after_a_resume_on_another_plan(name
     for key, x in restoring.flatten(restored[0]).items():
         np.testing.assert_array_equal(x, saved[key], key)
     runner = in_one_process(plans[1], compile_chunks(others))
-    check(train_step(runner, restored, batch, NUM_STEPS - 1, 1), next(wanted))
+    states, _ = train_step(runner, restored, step_inputs(batch, NUM_STEPS - 1))
+    check(states, next(wanted))
 
 
 def check(states, want):

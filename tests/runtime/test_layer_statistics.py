@@ -14,7 +14,7 @@ from holmesjax.runtime.layer_statistics import names, of_small_batch
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.timeline import Clock
 from holmesjax.trainer import Trainer
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.jobs import write_run
 from tests.one_device import SEED, activations, loss_and_gradient, step_inputs
 
@@ -54,9 +54,9 @@ def test_norms_by_kind_are_those_of_one_device(plan):
     """Those of a small batch of several stages are of its microbatches alone."""
     chunks = [dataclasses.replace(s, has_statistics=True) for s in make_chunks(MODEL, plan)]
     ramps = len(plan.stages) > 1
-    runner, clock = make_runner(plan, chunks, ramps=ramps), Clock(len(plan.stages))
+    runner = make_runner(plan, chunks, ramps=ramps)
     inputs = step_inputs(plan.global_batch, 1)  # in which few targets count
-    _, metrics = runner.train_step(runner.init(SEED), put(runner, inputs), clock.timeline())
+    _, metrics = train_step(runner, runner.init(SEED), inputs)
     want = wanted(inputs)
     assert set(names(MODEL)) == want.keys()
     for name, value in want.items():
@@ -67,12 +67,12 @@ def test_norms_by_kind_are_those_of_one_device(plan):
         inputs = step_inputs(plan.global_batch // 4, 0)
         host = {name: inputs[name] for name in runner.placer.names}
         placed = runner.placer.place(host, inputs["target_BL"].size, num_microbatches=1)
-        _, metrics = runner.train_step(runner.init(SEED), placed, clock.timeline())
+        with Clock(len(plan.stages)) as clock:
+            _, metrics = runner.train_step(runner.init(SEED), placed, clock.timeline())
         want = wanted(inputs)
         found = of_small_batch({name: float(metrics[name]) for name in want}, 1 / 4)
         for name, value in want.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
-    clock.close()
 
 
 def test_a_run_whose_batch_grows_records_the_norms_of_each_batch(tmp_path):

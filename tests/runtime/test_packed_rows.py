@@ -12,8 +12,7 @@ from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.data.packing import DocumentRange, Spans
 from holmesjax.models import ops
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.timeline import Clock
-from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put
+from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put, train_step
 from tests.one_device import RTOL, SEED, assert_trees_near
 
 pytestmark = pytest.mark.xdist_group("packed_rows")
@@ -112,11 +111,8 @@ def test_each_document_of_a_row_has_the_losses_that_it_has_alone(positions):
 def test_a_step_of_packed_rows_is_that_of_the_documents_alone(positions, name):
     found = []
     for inputs, of in ((PACKED, name), (ALONE, "one")):
-        runner, clock = runner_of(positions, of), Clock(len(PLANS[of].stages))
-        states, metrics = runner.train_step(
-            runner.init(SEED), put(runner, inputs), clock.timeline()
-        )
-        clock.close()
+        runner = runner_of(positions, of)
+        states, metrics = train_step(runner, runner.init(SEED), inputs)
         # With beta1 = 0 the first moment is the gradient.
         gradients = {name: x for state in states for name, x in state.opt_state.mu.items()}
         found.append((float(metrics["loss"]), gradients))

@@ -16,9 +16,8 @@ from holmesjax.models import ops
 from holmesjax.models.layer import init_params, statements
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
-from holmesjax.runtime.timeline import Clock
-from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model, put
-from tests.one_device import MICROBATCH, SEED, loss_and_gradient, step_inputs
+from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model, train_step
+from tests.one_device import MICROBATCH, SEED, loss_and_gradient, pairs, step_inputs
 from tests.shapes import shape_of
 
 pytestmark = pytest.mark.xdist_group("param_dtype")
@@ -96,34 +95,29 @@ def test_chunks_that_differ_in_names_alone_round_by_their_own_names():
 
 
 def check(model, plan, config):
-    runner, clock = make_runner(plan, kept(model, plan, config), evaluates=False), Clock(2)
+    runner = make_runner(plan, kept(model, plan, config), evaluates=False)
     states = runner.init(SEED)
     for step, want in enumerate(wanted(model, config, plan.global_batch), 1):
-        inputs = put(runner, step_inputs(plan.global_batch, step))
-        states, _ = runner.train_step(states, inputs, clock.timeline())
+        states, _ = train_step(runner, states, step_inputs(plan.global_batch, step))
         for state in states:
-            for path, x in jax.tree_util.tree_leaves_with_path(state.params):
+            for path, x, near in pairs(state.params, want):
                 assert x.dtype == jnp.bfloat16
-                near = functools.reduce(lambda tree, key: tree[key.key], path, want)
                 others = np.count_nonzero(np.asarray(x, np.float32) != near)
                 # A gradient that is summed in another order rounds otherwise now and then, and
                 # then all later ones differ a little. Another rounding changes half of all.
                 assert others <= 3 + (2e-3, 1e-2)[step - 1] * x.size, f"{path}: {others}"
-    clock.close()
     tables = [s.params["embed"]["token_VD"] for s in states if "embed" in s.params]
     np.testing.assert_array_equal(*map(np.asarray, (tables[0], tables[-1])))
 
 
 def test_a_step_that_is_skipped_changes_nothing():
     [chunk] = kept(MODEL, plan := hand_made_plan((2,), 1, 1))
-    runner, clock = make_runner(plan, [chunk], evaluates=False), Clock(1)
+    runner = make_runner(plan, [chunk], evaluates=False)
     [state] = runner.init(SEED)
     broken = state.params["head"]["norm"]
     broken["scale_D"] = broken["scale_D"].at[0].set(jnp.inf)
     before = jax.tree.map(np.asarray, state)
-    inputs = put(runner, step_inputs(MICROBATCH, 0))
-    [after], metrics = runner.train_step([state], inputs, clock.timeline())
-    clock.close()
+    [after], metrics = train_step(runner, [state], step_inputs(MICROBATCH, 0))
     assert bool(metrics["skipped"])
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, after), before)
 

@@ -20,7 +20,6 @@ from holmesjax.runtime.compilation import compile_chunks, compile_whole_step
 from holmesjax.runtime.in_flight import MOST, TasksAhead
 from holmesjax.runtime.pipeline import Pipeline, in_one_process, make_runner
 from holmesjax.runtime.stage_crossings import local_targets
-from holmesjax.runtime.timeline import Clock
 from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.transport.local import LocalTransport
 from tests.clusters import make_cluster, make_config, make_topology
@@ -32,8 +31,9 @@ from tests.hand_made_plans import (
     make_chunks,
     make_model,
     put,
+    train_step,
 )
-from tests.one_device import MICROBATCH, SEED, assert_near, check, step_inputs, steps
+from tests.one_device import MICROBATCH, SEED, check, check_gradient, pairs, step_inputs, steps
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -112,13 +112,10 @@ def test_bfloat16_computes_near_and_accumulates_in_float32():
     [want, *_] = steps(model, SMOOTH, plan.global_batch)
     loss, states = first_step(runner, plan)
     assert abs(loss - want.loss) < 2**-8 * want.loss
+    check_gradient(states, want.gradient, 2**-4)
     for state in states:
-        leaves = jax.tree_util.tree_leaves_with_path(state.opt_state.mu)
-        for path, moment in leaves:
-            assert moment.dtype == np.float32
-            gradient = functools.reduce(lambda tree, k: tree[k.key], path, want.gradient)
-            assert_near(moment, gradient, 2**-4, str(path))
-        assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
+        kept = state.params, state.opt_state.mu
+        assert all(x.dtype == np.float32 for x in jax.tree.leaves(kept))
 
 
 UNROUNDED = {
@@ -183,11 +180,7 @@ def test_later_stages_send_over_data_while_there_is_nothing_else_to_do():
     first, last = noted(first, "forward"), noted(last, "gather", "backward", "reduce")
     transport = Noting(local_targets([first.chunk, last.chunk]))
     runner = Pipeline(plan, [first, last], transport)
-    clock = Clock(2)
-    runner.train_step(
-        runner.init(SEED), put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
-    )
-    clock.close()
+    train_step(runner, runner.init(SEED), step_inputs(plan.global_batch, 0))
     assert order[:2] == ["gather", "forward"]
     tasks = [what for what in order if not what.startswith("offer norms")]
     assert tasks[-3:] == ["backward", "offer B1 of microbatch 1", "reduce"]
@@ -239,11 +232,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_stage():
     poisoned = jax.device_put(np.full(down.shape, np.nan, np.float32), down.sharding)
     states[0].params["block_000"]["down_FD"] = poisoned
     before = jax.tree.map(np.asarray, states)
-    clock = Clock(2)
-    states, metrics = runner.train_step(
-        states, put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
-    )
-    clock.close()
+    states, metrics = train_step(runner, states, step_inputs(plan.global_batch, 0))
     assert bool(metrics["skipped"])
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(states), strict=True):
         np.testing.assert_array_equal(old, np.asarray(new))
@@ -255,9 +244,8 @@ def test_every_plan_starts_from_the_same_parameters():
     want = whole.init(SEED).params
     plan = hand_made_plan((1, 2, 1), 1, 2)
     for chunk in make_chunks(model, plan):
-        for path, got in jax.tree_util.tree_leaves_with_path(chunk.init(SEED).params):
-            wanted = functools.reduce(lambda tree, k: tree[k.key], path, want)
-            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        for path, got, wanted in pairs(chunk.init(SEED).params, want):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted), str(path))
 
 
 @pytest.mark.parametrize("split", [(1,), (1, 1)])
@@ -270,10 +258,9 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(split):
         runner = in_one_process(plan, programs)
     inputs = step_inputs(plan.global_batch, 0)
     inputs["target_BL"] = np.full_like(inputs["target_BL"], -1)
-    states, clock = runner.init(SEED), Clock(len(split))
+    states = runner.init(SEED)
     assert float(runner.evaluate(states, put(runner, inputs, trains=False))) == 0
-    _, metrics = runner.train_step(states, put(runner, inputs), clock.timeline())
-    clock.close()
+    _, metrics = train_step(runner, states, inputs)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
     assert not bool(metrics["skipped"])
 
@@ -364,11 +351,8 @@ def test_no_stage_has_more_tasks_than_the_limit(schedule, monkeypatch):
 
 def test_what_crosses_the_link_is_counted():
     plan, programs = two_stages()
-    runner, model, clock = in_one_process(plan, programs), programs[0].chunk.model, Clock(2)
-    runner.train_step(
-        runner.init(SEED), put(runner, step_inputs(plan.global_batch, 0)), clock.timeline()
-    )
-    clock.close()
+    runner, model = in_one_process(plan, programs), programs[0].chunk.model
+    train_step(runner, runner.init(SEED), step_inputs(plan.global_batch, 0))
     activations = plan.global_batch * model.context_length * model.width * 4
     assert runner.take_link_bytes() == {"c0 -> c1": activations, "c1 -> c0": activations}
 
