@@ -163,8 +163,11 @@ class Member:
                 self._lose()
                 return
             self._crowd.selector.modify(sock, selectors.EVENT_READ, self._read)
-            answer = lambda: self._say(self._talk.send(challenge))
             self._crowd.after(2 * self._crowd.half_s, answer)
+
+        def answer() -> None:
+            if self._sock is sock:  # not lost since
+                self._say(self._talk.send(challenge))
 
         self._crowd.selector.unregister(self._sock)
         context = tls.context(KEY, server_side=False)

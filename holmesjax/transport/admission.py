@@ -6,7 +6,8 @@ first byte tells them apart.
 Until a caller has proved the key (`handshake`), it costs a descriptor and a few hundred bytes, for
 `HELLO_TIMEOUT_S` at most. If more callers wait than are expected, and some strangers, the oldest is
 sent away. A member proves the key within a round trip, so the oldest is a stranger. A caller that
-has proved the key is never sent away for others.
+has proved the key is never sent away for others. Time passes for callers only while the thread
+waits for them: nobody is sent away because others took its time.
 """
 
 import contextlib
@@ -83,6 +84,7 @@ class Admission(Generic[R]):
         self._waiting: dict[_Caller, None] = {}  # the oldest first; has not proved the key
         self._entering: dict[_Caller, None] = {}  # has, and not said yet that it knows
         self._is_closing = False
+        self._waited_s = 0.0  # for callers, since the beginning: the clock of all deadlines
         self._accepts_from_s = 0.0  # after trouble
         self._selector = selectors.DefaultSelector()
         self._wakers = socket.socketpair()
@@ -107,7 +109,7 @@ class Admission(Generic[R]):
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                for key, _ in self._selector.select(self._patience_s()):
+                for key, _ in self._select():
                     if key.fileobj is self._sock:
                         self._accept()
                     elif key.data is not None:
@@ -119,6 +121,13 @@ class Admission(Generic[R]):
             self._selector.close()
             for sock in (self._sock, *self._wakers):
                 sock.close()
+
+    def _select(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """What has come, or nothing when a caller is overdue."""
+        start_s = time.monotonic()
+        ready = self._selector.select(self._patience_s())
+        self._waited_s += time.monotonic() - start_s
+        return ready
 
     # ---- who calls -----------------------------------------------------------------------------
 
@@ -141,12 +150,12 @@ class Admission(Generic[R]):
         self.trouble = f"cannot accept calls at {self._where}: {connections.shortage(error)}"
         self._warn_once("accept", self.trouble)
         self._selector.unregister(self._sock)
-        self._accepts_from_s = time.monotonic() + connections.PAUSE_S
+        self._accepts_from_s = self._waited_s + connections.PAUSE_S
 
     def _greet(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         connections.prepare(sock)
-        deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
+        deadline_s = self._waited_s + connections.HELLO_TIMEOUT_S
         reader = connections.Reader(sock, connections.HELLO_LIMIT_BYTES)
         caller = _Caller(sock, deadline_s, reader)
         judge = functools.partial(self._judge, caller)
@@ -217,7 +226,7 @@ class Admission(Generic[R]):
         caller.sock.sendall(connections.pack(answer))
         self._forget(caller)
         self._entering[caller] = None
-        caller.deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
+        caller.deadline_s = self._waited_s + connections.PROVEN_TIMEOUT_S
         return False
 
     def _reject(self, caller: _Caller, rejection: Rejection) -> None:
@@ -244,14 +253,13 @@ class Admission(Generic[R]):
         ends_s = [next(iter(held)).deadline_s for held in (self._waiting, self._entering) if held]
         if self._accepts_from_s:
             ends_s.append(self._accepts_from_s)
-        return max(min(ends_s) - time.monotonic(), 0.0) if ends_s else None
+        return max(min(ends_s) - self._waited_s, 0.0) if ends_s else None
 
     def _end_overdue(self) -> None:
-        now_s = time.monotonic()
         for held in (self._waiting, self._entering):
-            while held and next(iter(held)).deadline_s <= now_s:
+            while held and next(iter(held)).deadline_s <= self._waited_s:
                 self._send_away(next(iter(held)))
-        if self._accepts_from_s and self._accepts_from_s <= now_s:
+        if self._accepts_from_s and self._accepts_from_s <= self._waited_s:
             self._accepts_from_s = 0.0
             self._selector.register(self._sock, selectors.EVENT_READ)
 

@@ -39,8 +39,9 @@ from holmesjax.transport.tls import TlsSocket
 
 HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds the key
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
-HELLO_TIMEOUT_S = 5.0  # for a stranger who says nothing
-NONCE_TIMEOUT_S = 30.0  # for a listener that nobody attends to yet; a lost one needs a new call
+HELLO_TIMEOUT_S = 5.0  # for a caller that has not proved the key: it may be a stranger
+PROVEN_TIMEOUT_S = 30.0  # for a caller that has, whose host may be busy
+LISTENER_TIMEOUT_S = 30.0  # for a listener, which may hear thousands; a lost one needs a new call
 KEY_BYTES = 32
 OPEN_FILES = 65_536  # sockets of some ten thousand processes
 OWN_FILES = 64  # of a launcher: its logs, its run folder, strangers that call
@@ -339,11 +340,11 @@ def call(
     sock = _open(address, port, source, deadline_s)
     try:
         prepare(sock)
-        within_s = min(deadline_s, time.monotonic() + NONCE_TIMEOUT_S)
+        within_s = min(deadline_s, time.monotonic() + LISTENER_TIMEOUT_S)
         challenge = _receive(sock, HELLO_LIMIT_BYTES, within_s)
         if encrypt is not None:
             sock = TlsSocket(sock, tls.context(encrypt, server_side=False), server_side=False)
-            sock.shake_hands(min(deadline_s, time.monotonic() + HELLO_TIMEOUT_S))
+            sock.shake_hands(min(deadline_s, time.monotonic() + LISTENER_TIMEOUT_S))
         return _introduce(sock, challenge, talk, deadline_s)
     except BaseException:
         sock.close()
@@ -387,7 +388,7 @@ def _introduce(
         answer = talk.send(challenge)
         while True:
             _send(sock, answer)
-            within_s = min(deadline_s, time.monotonic() + HELLO_TIMEOUT_S)
+            within_s = min(deadline_s, time.monotonic() + LISTENER_TIMEOUT_S)
             answer = talk.send(_receive(sock, HELLO_LIMIT_BYTES, within_s))
     except ConnectionAbortedError as error:  # of TLS: the other end, or somebody between
         raise ValueError(str(error)) from None

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -275,6 +276,51 @@ def test_who_says_nothing_is_sent_away(inn, impatience):
         assert "nonce" in read_frame(stranger)
         assert rest_of(stranger) == b""
     assert inn.entered.empty()
+
+
+def introduce(sock, guest):
+    """Proves the key to a listener."""
+    talk = handshake.call(KEY, guest, Named, lambda hello: None, "")
+    next(talk)
+    sock.sendall(connections.pack(talk.send(read_frame(sock))))
+
+
+def test_nobody_is_sent_away_because_the_listener_took_its_time(monkeypatch):
+    """What a caller says while another is judged is heard, however long that takes."""
+    monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 100.0)
+    late_s, has_spoken, is_judging = [0.0], threading.Event(), threading.Event()
+    now_s = time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: now_s() + late_s[0])
+    monkeypatch.setattr(admission, "time", clock)
+
+    def judge(hello):
+        if hello.name == "slow":
+            is_judging.set()
+            assert has_spoken.wait(DEADLINE_S)
+            late_s[0] += 1000.0
+
+    inn = Inn(check=judge)
+    with inn.stranger() as early, inn.stranger() as slow:
+        introduce(slow, Named(name="slow"))
+        assert is_judging.wait(DEADLINE_S)
+        introduce(early, Named(name="early"))
+        has_spoken.set()
+        assert read_frame(slow)["kind"] == read_frame(early)["kind"] == "welcome"
+    inn.admission.close()
+
+
+def test_who_has_proved_the_key_may_take_its_time(inn, impatience):
+    """A stranger that comes later is sent away earlier."""
+    with inn.stranger() as member:
+        introduce(member, Named(name="guest"))
+        assert read_frame(member)["kind"] == "welcome"
+        with inn.stranger() as stranger:
+            read_frame(stranger)
+            assert rest_of(stranger) == b""
+        member.sendall(connections.pack(records.encode(handshake.Entered())))
+        connection = inn.entered.get(timeout=DEADLINE_S)
+        assert connection.hello.name == "guest"
+        connection.close()
 
 
 def test_a_replayed_hello_is_refused(inn):
