@@ -30,7 +30,7 @@ test: $(VENV)/installed-dev ## Check style and types, and run the tests: 12 to 2
 	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests + types))
 
 test-all: SELECT := -m ''
-test-all: $(VENV)/installed-parity $(VENV)/transformers4/installed
+test-all: $(VENV)/installed-parity $(VENV)/transformers4/installed $(VENV)/skypilot/installed
 test-all: test ## The same, with the exhaustive searches, every fault at every moment, and transformers.
 
 mutants: $(VENV)/installed-dev ## Plant known bugs in copies of the checkout, and list those that no test finds.
@@ -64,6 +64,13 @@ $(VENV)/transformers4/installed: $(VENV)/bin/python
 	$(BIN)/python -m venv $(VENV)/transformers4
 	$(VENV)/transformers4/bin/python -m pip install --quiet --disable-pip-version-check \
 	    transformers==4.57.6 jinja2==3.1.6
+	@touch $@
+
+# SkyPilot's packages are other versions than ours, too.
+$(VENV)/skypilot/installed: $(VENV)/bin/python
+	@echo "installing SkyPilot into $(VENV)/skypilot (a minute, once)"
+	$(BIN)/python -m venv $(VENV)/skypilot
+	$(VENV)/skypilot/bin/python -m pip install --quiet --disable-pip-version-check skypilot==0.14.1
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt

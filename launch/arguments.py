@@ -209,7 +209,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     what += "train.seed,source"
     add("--allow", action="append", default=[], metavar="NAMES", help=what)
     add("--hosts", metavar="YAML", help="ssh: how each node is reached, and its run folder")
-    add("--options", metavar="YAML", help="slurm, kubernetes: partition, image and the like")
+    add(
+        "--options",
+        metavar="YAML",
+        help="slurm, kubernetes, skypilot: partition, image and the like",
+    )
     add("--submit", action="store_true", help="slurm: submit the file that is written")
 
 

@@ -26,8 +26,9 @@ from holmesjax.topology.catalogue import DEVICES, NICS
 from holmesjax.units import show
 from launch import process_logs, restarts
 from launch.arguments import parse
-from launch.launchers import kubernetes, slurm
+from launch.launchers import kubernetes, skypilot, slurm
 from launch.launchers.kubernetes_options import KubernetesOptions, PodOptions, Toleration
+from launch.launchers.skypilot_options import SkyPilotOptions
 from launch.launchers.slurm_options import SlurmOptions
 from tests.clusters import PLANS, golden_plan
 from tests.pages import PAGES
@@ -137,7 +138,12 @@ def test_the_settings_beside_those_of_another_system_exist(system):
 
 @pytest.mark.parametrize(
     "page, options",
-    [("slurm", SlurmOptions), ("kubernetes", KubernetesOptions), ("kubernetes", Toleration)],
+    [
+        ("slurm", SlurmOptions),
+        ("kubernetes", KubernetesOptions),
+        ("kubernetes", Toleration),
+        ("skypilot", SkyPilotOptions),
+    ],
 )
 def test_every_key_of_an_options_file_is_on_its_page(page, options):
     text = (CHECKOUT / f"docs/{page}.md").read_text()
@@ -153,6 +159,7 @@ def test_the_page_of_the_run_folder_has_every_file_and_every_part_of_the_time():
     files += (skipped_data.RECORD, lease.FILE, restarts.RECORD, job.ENVIRONMENT, lab.FILE)
     files += (job.CONFIG, job.TOPOLOGY, job.PLAN, f"{process_logs.LOGS}/")
     files += (slurm.SCRIPT, slurm.OPTIONS, kubernetes.MANIFEST, kubernetes.KEY)
+    files += (f"{skypilot.FOLDER}/", skypilot.KEY)
     missing = [name for name in (*files, *goodput.BUCKETS) if f"`{name}`" not in page]
     assert not missing
 

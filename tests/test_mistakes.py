@@ -108,7 +108,7 @@ MISTAKES = [
     ("train", "train: needs a run", "nothing", "configs/runs/quickstart.yaml"),
     ("trian RUN", "launch: has no such verb", "trian", "did you mean train?"),
     ("lab TOPOLOGY -- trian RUN", "launch: has no such verb", "trian", "did you mean train?"),
-    ("train RUN --launcher slrum", "--launcher: has no such choice", "slrum", "ssh, slurm or kub"),
+    ("train RUN --launcher slrum", "--launcher: has no such choice", "slrum", "ssh, slurm, kub"),
     ("train RUN --max-restarts x", "--max-restarts: must be a whole number", "x", "-restarts N"),
     ("generate X --top-p", "--top-p: needs a value", "nothing", "write --top-p P"),
     ("generate X --top-p x", "--top-p: must be a number", "x", "write --top-p P"),

@@ -123,7 +123,7 @@ class Admission(Generic[R]):
                 sock.close()
 
     def _select(self) -> list[tuple[selectors.SelectorKey, int]]:
-        """What has come, or nothing when a caller is overdue."""
+        """Returns what has come; nothing when a caller is overdue."""
         start_s = time.monotonic()
         ready = self._selector.select(self._patience_s())
         self._waited_s += time.monotonic() - start_s

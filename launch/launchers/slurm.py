@@ -13,14 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from holmesjax.checkpoints import resume
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.files import places
 from holmesjax.files.whole_files import write_whole
-from holmesjax.hosts import computing
 from holmesjax.job import Job
-from holmesjax.liveness.lease import Lease
 from holmesjax.transport.records import Record
 from launch import programs
 from launch.launchers import slurm_options
@@ -34,6 +31,7 @@ from launch.launchers.launcher import (
 )
 from launch.launchers.slurm_options import SlurmCluster, SlurmOptions
 from launch.launchers.table import LauncherOptions
+from launch.launchers.written_jobs import saved_for_later
 
 SCRIPT, OPTIONS = "job.sbatch", "slurm.yaml"
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -80,15 +78,7 @@ def write(
         parse_listen(listen)
     print(*job.describe(job.pool(os.environ)), sep="\n", flush=True)
     path = job.run_dir.absolute() / SCRIPT
-    with Lease(job.run_dir) as held:  # not while it is submitted: the job wants it
-        names = resume.names_of(allow)
-        computing.permitted(job.run_dir, names)
-        settings = [name for name in names if not computing.is_fact(name)]
-        say = lambda text: print(text, flush=True)
-        start = resume.find(job, settings, say, owner=held, fetches=True)
-        for line in start.describe():
-            print(line, flush=True)
-        job.save(start.step)
+    with saved_for_later(job, allow):
         if options_file is not None:  # the job reads it, too
             write_whole(path.with_name(OPTIONS), Path(options_file).read_text("utf-8"))
         text = script(

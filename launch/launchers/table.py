@@ -87,6 +87,11 @@ LAUNCHERS: dict[str, LauncherKind] = {
         reads=("--max-restarts", "--options"),
         needs_job=True,
     ),
+    "skypilot": LauncherKind(
+        module="launch.launchers.skypilot",
+        reads=("--max-restarts", "--options"),
+        needs_job=True,
+    ),
 }
 LAB_READS = ("--max-restarts",)  # a lab starts processes too, and has a verb of its own
 

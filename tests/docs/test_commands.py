@@ -50,6 +50,7 @@ TOPOLOGIES = {
 OPTIONS = {
     "docs/slurm.md": ("SLURM.yaml", "slurm.yaml"),
     "docs/kubernetes.md": ("K8S.yaml", "k8s.yaml"),
+    "docs/skypilot.md": ("SKYPILOT.yaml",),
 }
 
 JOB = "distributed/test_whole_jobs.py::test_the_steps_are_those_of_one_device"

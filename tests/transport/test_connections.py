@@ -286,7 +286,7 @@ def introduce(sock, guest):
 
 
 def test_nobody_is_sent_away_because_the_listener_took_its_time(monkeypatch):
-    """What a caller says while another is judged is heard, however long that takes."""
+    """A caller that speaks while another is judged is heard, however long that takes."""
     monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 100.0)
     late_s, has_spoken, is_judging = [0.0], threading.Event(), threading.Event()
     now_s = time.monotonic
