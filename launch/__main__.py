@@ -1,25 +1,28 @@
 """Runs one verb: `python -m launch VERB ...`; `arguments` describes them."""
 
-import argparse
-import contextlib
-import functools
-import gc
-import importlib
-import io
-import os
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from launch import broken_imports
 
-from holmesjax.errors import REQUEUE, AbsentDataError, ConfigError, HolmesError, of_system
-from holmesjax.files import places
-from holmesjax.hosts import jax_settings
-from holmesjax.liveness import hung_main_thread
-from launch import outputs
-from launch.arguments import parse
-from launch.launchers.table import LAUNCHERS
-from launch.progress_message import ProgressMessage
+with broken_imports.Told():
+    import argparse
+    import contextlib
+    import functools
+    import gc
+    import importlib
+    import io
+    import os
+    import signal
+    import sys
+    from collections.abc import Callable, Sequence
+    from typing import Any, Literal
+
+    from holmesjax.errors import REQUEUE, AbsentDataError, ConfigError, HolmesError, of_system
+    from holmesjax.files import places
+    from holmesjax.hosts import jax_settings
+    from holmesjax.liveness import hung_main_thread
+    from launch import outputs
+    from launch.arguments import parse
+    from launch.launchers.table import LAUNCHERS
+    from launch.progress_message import ProgressMessage
 
 END_S = 10.0  # for what packages do when Python ends
 OUTPUT = "standard output"
@@ -188,6 +191,7 @@ def _run(args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     gc.disable()  # looking at what imports make again and again takes a fifth of their time
     _tell_outputs_apart()
-    exit_status = main()
+    with broken_imports.Told():
+        exit_status = main()
     hung_main_thread.end_within(END_S, exit_status)  # Weights & Biases waits for a network, say
     sys.exit(exit_status)

@@ -46,6 +46,7 @@ PLACES = [
     "holmesjax.trainer",
     "holmesjax.generation",
     "holmesjax.distributed",
+    "launch.broken_imports",
     "launch.outputs",
     "launch.writable_outputs",
     "launch.corpus_options",
