@@ -78,6 +78,12 @@ class LostLeaseError(FatalError):
     """Another process has taken the run folder: this one must not write into it any more."""
 
 
+class UnseenLeaseError(LostLeaseError):
+    """The lease was not to be renewed for so long that another process may have taken it."""
+
+    exit_status = REQUEUE
+
+
 class PeerError(HolmesError):
     """A process or a link of a running job is gone; starting again from a checkpoint can help.
 
@@ -146,6 +152,17 @@ class Mistakes(HolmesError):
         if len(mistakes) > SHOWN:
             texts.append(f"and {len(mistakes) - SHOWN} more mistakes")
         Exception.__init__(self, "\nerror: ".join(texts))
+
+
+def raise_if_passing(error: BaseException) -> None:
+    """Raises the `PeerError` of a failed call of the system that may work when it is done again.
+
+    Whoever reads a record calls this first: what a file server cannot give now is no damage, and
+    nobody is to be told to remove it. A file that is not there stays a case of its own.
+    """
+    stays = (*FINAL, errno.ENOENT, None)  # Python's own errors of broken content have no number
+    if isinstance(error, OSError) and error.errno not in stays:
+        raise of_system(error) from None
 
 
 def of_system(error: OSError) -> HolmesError:

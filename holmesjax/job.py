@@ -22,7 +22,7 @@ from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
 from holmesjax.data.patience import patiently
-from holmesjax.errors import ConfigError, PlanError
+from holmesjax.errors import ConfigError, PlanError, raise_if_passing
 from holmesjax.files import places, run_folder, yaml_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
@@ -582,6 +582,7 @@ def _refuse_no_folder(run_dir: Path) -> None:
                 return
             is_there = path.exists()
         except OSError as error:
+            raise_if_passing(error)
             found, fix = f"{path}: {error.strerror}", "use another run.dir"
             raise ConfigError("run.dir", "cannot be looked at", found=found, fix=fix) from None
         if is_there:

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holmesjax.errors import HolmesError
+from holmesjax.errors import HolmesError, raise_if_passing
 from holmesjax.files import regular_files
 from holmesjax.plan.processes import Process
 from launch.device_hangs import DeviceHang
@@ -53,6 +53,7 @@ class ProcessLogs:
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
+            raise_if_passing(error)
             fix = "remove it, or make room"
             raise HolmesError(
                 str(self.folder), "cannot be made", found=error.strerror, fix=fix

@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from holmesjax.errors import CheckpointError
+from holmesjax.errors import CheckpointError, raise_if_passing
 from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 
@@ -41,6 +41,7 @@ def read(run_dir: str | Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
+        raise_if_passing(error)
         found = f"{type(error).__name__}: {error}"
     problem = "cannot be read, and it says which checkpoint the run must go on from"
     fix = f"copy it back from elsewhere, or remove {path} to go on from the newest checkpoint"

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from holmesjax.checkpoints import committed
-from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError
+from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError, raise_if_passing
 from holmesjax.files import json_text, places, regular_files
 from holmesjax.files.whole_files import write_whole
 
@@ -310,6 +310,7 @@ def _note(run_dir: str | Path, step: int) -> None:
         if committed.read(run_dir) != step:
             committed.note(run_dir, step)
     except OSError as error:
+        raise_if_passing(error)
         path = str(Path(run_dir) / committed.RECORD)
         fix = "make the run folder writable, or free its disk"
         raise CheckpointError(path, "cannot be written", found=error.strerror, fix=fix) from None
@@ -324,6 +325,7 @@ def _set_aside(path: Path, move: Move) -> Path:
     try:
         move(path, target)
     except OSError as error:
+        raise_if_passing(error)
         problem = "is damaged, and cannot be renamed to set it aside"
         fix = "make the run folder writable"
         raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None

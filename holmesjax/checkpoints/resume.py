@@ -23,7 +23,13 @@ from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
 from holmesjax.data import tokenizer_files
-from holmesjax.errors import CheckpointError, ConfigError, LostDataError, SpikeError
+from holmesjax.errors import (
+    CheckpointError,
+    ConfigError,
+    LostDataError,
+    SpikeError,
+    raise_if_passing,
+)
 from holmesjax.files import json_text, run_folder, schema
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
@@ -455,6 +461,7 @@ def _allowed(run_dir: Path) -> list[_Allowed]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError) as error:
+        raise_if_passing(error)
         problem = "cannot be read, and has the changes that were permitted"
         fix = f"copy it back from elsewhere, or remove {path} and give --allow again"
         raise CheckpointError(str(path), problem, found=error, fix=fix) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holmesjax.config import TrainConfig
-from holmesjax.errors import CheckpointError, FatalError
+from holmesjax.errors import CheckpointError, FatalError, raise_if_passing
 from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 
@@ -43,6 +43,7 @@ def read(run_dir: Path) -> tuple[Skipped, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError) as error:
+        raise_if_passing(error)
         problem = "cannot be read, and the order of the data depends on it"
         fix = f"copy it back from elsewhere, or remove {path} to leave nothing out from here on"
         raise CheckpointError(str(path), problem, found=error, fix=fix) from None

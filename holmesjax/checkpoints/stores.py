@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.checkpoints import manifest
-from holmesjax.errors import HolmesError, LostLeaseError
+from holmesjax.errors import HolmesError, LostLeaseError, raise_if_passing
 from holmesjax.files import json_text, places, regular_files, whole_files
 from holmesjax.files.whole_files import write_whole
 
@@ -92,8 +92,8 @@ def known_identifier(folder: Path) -> str | None:
         found = json_text.read(folder / RECORD)["id"]
         if re.fullmatch("[0-9a-f]{32}", found):
             return str(found)
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise_if_passing(error)
     fix = "remove it: a new one is made, and parts that are here are then fetched anew"
     raise HolmesError(str(folder / RECORD), "names no store", found="other content", fix=fix)
 

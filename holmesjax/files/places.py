@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from holmesjax.errors import HolmesError
+from holmesjax.errors import HolmesError, raise_if_passing
 from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 
@@ -117,6 +117,7 @@ def url_of(folder: str | Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
+        raise_if_passing(error)
         found = error
     fix = "remove it, and name the URL again as run.dir"
     raise HolmesError(str(path), "names no run folder in a store", found=found, fix=fix)

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from holmesjax import hub_names
-from holmesjax.errors import ConfigError, HolmesError, Mistakes
+from holmesjax.errors import ConfigError, HolmesError, Mistakes, raise_if_passing
 
 Keys = tuple[str | int, ...]  # where a value is: ("clusters", 0, "name")
 
@@ -156,6 +156,7 @@ def _file_text(path: Path, error: type[HolmesError]) -> str:
         found = f"nothing there; the current folder is {Path.cwd()}"
         raise refusal("no such file", found, _near(path)) from None
     except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
+        raise_if_passing(failure)
         raise refusal("cannot be read", failure, "check the path and its permissions") from None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from holmesjax.errors import HolmesError
+from holmesjax.errors import HolmesError, raise_if_passing
 from holmesjax.files import json_text, run_folder
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.hardware import Gpu
@@ -131,6 +131,7 @@ def _kept(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
+        raise_if_passing(error)
         found = str(error)
     fix = f"remove {path}, and give --allow again"
     raise HolmesError(str(path), "cannot be read", found=found, fix=fix)

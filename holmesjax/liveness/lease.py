@@ -35,13 +35,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
+from holmesjax.errors import (
+    ConfigError,
+    HolmesError,
+    LeaseError,
+    LostLeaseError,
+    UnseenLeaseError,
+    raise_if_passing,
+)
 from holmesjax.files import json_text, regular_files
 from holmesjax.files.whole_files import TEMPORARY, owned, write_whole
 from holmesjax.liveness import hung_main_thread
 
 FILE, EPOCH = "owner.json", "epoch.json"
 RENEW_S = 5.0
+MOST_BYTES = 1 << 16  # of a lease
 TERM_S = 60.0  # twelve renewals: a busy file system may hold up several in a row
 LOOK_S = 1.0  # between two looks at the lease of another host
 SETTLE_S = 0.5  # for somebody who has renamed a lease to see that it is not stale, and put it back
@@ -279,18 +287,17 @@ class Lease:
                 return
             self._record["counter"] = f"{int(self._record['counter']) + 1:012}"
             try:
-                os.pwrite(self._file, _text(self._record), 0)
-                os.fsync(self._file)
+                self._write()
                 found = _read(self._path)
                 if found is None:  # perhaps renamed by mistake
                     time.sleep(SETTLE_S)
                     found = _read(self._path)
             except OSError as error:
-                if error.errno != errno.ESTALE:
-                    if _now_s() > self._renewed_s + TERM_S:
-                        self._lose(f"could not renew its lease for {TERM_S:g} s", error)
-                    return
-                found = None
+                if _now_s() > self._renewed_s + TERM_S:
+                    problem = f"could not renew its lease for {TERM_S:g} s"
+                    fix = "see that its file system is there; then start it again"
+                    self._lose(problem, error, kind=UnseenLeaseError, fix=fix)
+                return
             if found is None:
                 self._lose("has lost its lease", f"no {FILE}")
             elif not _is_of(found, self._record):
@@ -298,18 +305,44 @@ class Lease:
             else:
                 self._renewed_s = _now_s()
 
+    def _write(self) -> None:
+        """Writes the record; a file server that was away may have forgotten the open file."""
+        try:
+            os.pwrite(self._file, _text(self._record), 0)
+            os.fsync(self._file)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            with contextlib.suppress(FileNotFoundError):  # who reads the lease next finds that, too
+                self._open_again()
+
+    def _open_again(self) -> None:
+        """Opens the lease by its name, if it is ours: another's is never written to."""
+        file = regular_files.opener(self._path, os.O_RDWR)
+        if _is_of(_record_in(os.pread(file, MOST_BYTES, 0)), self._record):
+            self._file, file = file, self._file
+        with contextlib.suppress(OSError):
+            os.close(file)
+
     def _who_has(self, found: Record) -> str:
         epoch = str(found.get("epoch", "")).lstrip("0")
         return f"{_who(found)}, with epoch {epoch or 'unknown'}; this process has {self.epoch}"
 
-    def _lose(self, problem: str, found: object) -> None:
+    def _lose(
+        self,
+        problem: str,
+        found: object,
+        *,
+        kind: type[LostLeaseError] = LostLeaseError,
+        fix: str = "let the other go on; or, if the folder was moved or deleted, resume in it",
+    ) -> None:
         if self._ended.is_set():
             return
-        self._lost = LostLeaseError(
+        self._lost = kind(
             str(self._path.parent),
             f"this process {problem}, and has stopped: two would destroy each other's files",
             found=found,
-            fix="let the other go on; or, if the folder was deleted or moved, resume where it is",
+            fix=fix,
         )
         if self._on_loss:
             self._on_loss(self._lost)
@@ -421,15 +454,21 @@ def _text(record: Record) -> bytes:
 
 
 def _read(path: Path) -> Record | None:
-    """Reads the lease; None if there is none. A file that is no lease is a record of its text."""
+    """Reads the lease; None if there is none. Raises OSError where that is not to be seen."""
     try:
         content = regular_files.read_bytes(path)  # opened anew each time: NFS then asks the server
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno == errno.ESTALE:  # deleted on another host
+        # Deleted on another host, or the server was away; it lists the names if it is there.
+        if error.errno == errno.ESTALE and path.name not in os.listdir(path.parent):
             return None
         raise
+    return _record_in(content)
+
+
+def _record_in(content: bytes) -> Record:
+    """The record in a file of a lease; that of a file that is none has its text."""
     try:
         record = json_text.value_of(content)
     except ValueError:
@@ -528,7 +567,8 @@ def _owned(path: Path, record: Record) -> LeaseError:
     return LeaseError(str(path.parent), problem, found=_who(record), fix=fix)
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
+def _unusable(folder: Path, error: OSError) -> HolmesError:
+    """A mistake of the user, or a `PeerError` where the folder may be written once more."""
     problem, fix = "the run folder cannot be written", "make it writable, or use another run.dir"
     if error.errno != errno.EACCES:
         fix = "use another run.dir"
@@ -540,5 +580,8 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
     ):
         problem = "the file system of the run folder has no hard links"
         fix = "use a run.dir on another one: a local disk, NFS or Lustre, say"
+    elif error.errno != errno.EROFS or (folder / EPOCH).exists():
+        # A file system that is read-only at the first start is a mistake; later it has failed.
+        raise_if_passing(error)
     path = error.filename2 or error.filename or folder
     return ConfigError("run.dir", problem, found=f"{path}: {error.strerror}", fix=fix)

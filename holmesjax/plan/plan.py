@@ -19,7 +19,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from holmesjax.config import Schedule
-from holmesjax.errors import PlanError
+from holmesjax.errors import PlanError, raise_if_passing
 from holmesjax.files import json_text, regular_files
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
@@ -267,6 +267,7 @@ class Plan:
         try:
             text = regular_files.read_text(path)
         except (OSError, UnicodeDecodeError) as error:
+            raise_if_passing(error)
             raise _damaged(str(path), "cannot be read", error) from None
         parse = cls.from_json if Path(path).suffix == ".json" else cls.from_yaml
         return parse(text, str(path))

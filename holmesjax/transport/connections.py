@@ -30,7 +30,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Generic
 
-from holmesjax.errors import HolmesError, PeerError
+from holmesjax.errors import HolmesError, PeerError, raise_if_passing
 from holmesjax.files import regular_files
 from holmesjax.transport import addresses, handshake, records, tls
 from holmesjax.transport.handshake import Check
@@ -101,6 +101,7 @@ def read_key_file(path: str | Path) -> bytes:
         mode, text = Path(path).stat().st_mode & 0o777, regular_files.read_text(path)
         key = bytes.fromhex(text)
     except (OSError, ValueError) as error:
+        raise_if_passing(error)
         raise HolmesError(str(path), "holds no key of a job", found=error, fix=fix) from None
     if mode & 0o077:
         problem = "the key of a job must be readable by its owner only"

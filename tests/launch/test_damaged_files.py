@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest, skipped_data, stores
+from holmesjax.checkpoints import committed, manifest, second_reading, skipped_data, stores
+from holmesjax.distributed import worker
 from holmesjax.errors import REQUEUE, PeerError
 from holmesjax.files import run_folder
 from holmesjax.hosts import computing
@@ -158,7 +159,7 @@ def run(whole, tmp_path, monkeypatch, capsys):
         raise PeerError("the processes", "are not started", found="a test", fix="none")
 
     plan = Plan.load(whole / "plan.yaml")
-    monkeypatch.setattr(planner, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(planner, "make_plans", lambda *_, **__: (plan, None))
     monkeypatch.setattr(attempt, "start_workers", start_workers)
     monkeypatch.setattr(manifest, "SEEN_S", 0.0)
     monkeypatch.setattr(lease, "TERM_S", 0.0)
@@ -248,9 +249,47 @@ def test_a_write_of_a_launcher_that_fails_is_told_with_its_path(run, tmp_path, m
         calls.clear()
         found = run("job", lambda _: None)
         said = found.stdout + found.stderr
-        assert found.returncode in (2, REQUEUE), (fails_at, said)
+        statuses = (REQUEUE,) if number == errno.ENOSPC else (2, REQUEUE)
+        assert found.returncode in statuses, (fails_at, said)
         told = [line for line in said.splitlines() if os.strerror(number) in line]
         is_start = "are not started" in said  # the failure was of no weight
         assert told or is_start, (fails_at, said)
         assert "Traceback" not in said
         assert is_start or f"{tmp_path}/run" in said, (fails_at, said)
+
+
+@pytest.mark.parametrize("verb, number", [("job", errno.ESTALE), ("worker", errno.EIO)])
+def test_a_file_that_cannot_be_opened_now_is_no_mistake(run, tmp_path, monkeypatch, verb, number):
+    """Each file of the run folder in turn: its server comes back, and the next start reads it."""
+    run_dir, opened, failing = tmp_path / "run", set(), None
+
+    def opening(call):
+        def called(path, *arguments, **options):
+            name = Path(os.devnull if isinstance(path, int) else path)
+            if name.is_relative_to(run_dir) and name.is_file():
+                opened.add(name)
+                if name == failing:
+                    raise OSError(number, os.strerror(number), str(name))
+            return call(path, *arguments, **options)
+
+        return called
+
+    def read_whole(checkpoint, error, **_):
+        raise PeerError(error.where, "another process has read it", found=error.found, fix="again")
+
+    def meet_nobody(**_):
+        raise PeerError("the controller", "is not there", found="a test", fix="none")
+
+    monkeypatch.setattr(second_reading, "confirm", read_whole)
+    monkeypatch.setattr(worker, "Member", meet_nobody)
+    for owner in (os, io):
+        monkeypatch.setattr(owner, "open", opening(owner.open))
+    assert run(verb, lambda _: opened.clear()).returncode == REQUEUE
+    wrong = []
+    for failing in sorted(opened):  # `called` reads it
+        found = run(verb, lambda _: None)
+        said = found.stdout + found.stderr
+        if found.returncode != REQUEUE or "Traceback" in said:
+            wrong.append(f"{failing}: {found.returncode} {said[-400:]}")
+    assert len(opened) >= 4
+    assert not wrong, "\n".join(wrong)

@@ -17,7 +17,7 @@ import pytest
 from holmesjax.checkpoints import committed
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
-from holmesjax.files import whole_files
+from holmesjax.files import regular_files, whole_files
 from holmesjax.liveness import lease
 from holmesjax.liveness.lease import EPOCH, FILE, Lease
 from holmesjax.report import metrics
@@ -226,6 +226,51 @@ def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quic
         assert [path.name for path in tmp_path.iterdir()] == [EPOCH]
     else:
         assert (tmp_path / FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_lease_that_is_not_to_be_seen_for_a_while_is_not_lost(
+    tmp_path, monkeypatch, quick, number
+):
+    """Its server is away, has forgotten the open file when it comes back, and then stays away."""
+    told, failed, calls = [], [], {"opens": regular_files.read_bytes, "lists": os.listdir}
+
+    def fails(call):
+        def called(*arguments):
+            if is_away:
+                failed.append(call)
+                raise OSError(number, os.strerror(number))
+            return call(*arguments)
+
+        return called
+
+    is_away = False
+    monkeypatch.setattr(regular_files, "read_bytes", fails(calls["opens"]))
+    monkeypatch.setattr(os, "listdir", fails(calls["lists"]))
+    pwrite, stale = os.pwrite, []
+
+    def forgotten(file, *arguments):
+        if file in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return pwrite(file, *arguments)
+
+    monkeypatch.setattr(os, "pwrite", forgotten)
+    count = lambda: int(json.loads((tmp_path / FILE).read_text())["counter"])
+    monkeypatch.setattr(lease, "TERM_S", 1000.0)
+    with Lease(tmp_path, on_loss=told.append) as held:
+        is_away = True
+        wait_for(lambda: len(failed) > 5)
+        is_away, before = False, count()
+        if number == errno.ESTALE:
+            stale.append(held._file)
+        wait_for(lambda: count() > before + 2)
+        held.check(at_once=True)
+        assert not told
+        is_away = True
+        monkeypatch.setattr(lease, "TERM_S", 0.2)
+        wait_for(lambda: told)
+        assert told[0].exit_status == 75
+        is_away = False
 
 
 def test_after_a_long_sleep_the_owner_looks_before_it_writes(tmp_path):
