@@ -178,7 +178,7 @@ def stage_memory_bytes(
     if np.any(is_cut := parts > 1):
         needed = _gathered_bytes(model, stage, implementation, items["logits"])
         items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
-    if stage.splits_backward and np.any(stage.expert > 1):
+    if np.any(stage.waiting) and np.any(stage.expert > 1):
         items["waiting"] = _waiting_bytes(model, stage)
     if np.any(is_summed := stage.data > 1):
         needed = 4.0 * trained * (1 + 1 / shards)
@@ -193,7 +193,7 @@ def stage_memory_bytes(
 def _waiting_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
     """Bytes of the gradients of experts that devices share: a B makes them whole, in float32."""
     own = stage_extents(model, stage.counts).trained_experts.in_parts(stage.tensor)
-    return (np.asarray(stage.expert) > 1) * stage.in_flight * 4.0 * own / stage.expert
+    return (np.asarray(stage.expert) > 1) * stage.waiting * 4.0 * own / stage.expert
 
 
 def _room_of_reduction(stage: StageShape, items: Mapping[str, Numbers], freed: Numbers) -> Numbers:

@@ -38,9 +38,9 @@ class StageShape:
     expert: Sizes = 1  # devices that share experts; they also cut other parameters and sequences
     sequences: Sizes  # in a microbatch, of which a device has some part each
     chunks: int  # runs of consecutive layers that it holds
-    in_flight: float  # microbatches that wait: `pipeline_schedules.max_in_flight`
+    in_flight: float  # microbatches that wait: `tasks.max_in_flight`
     head_in_flight: float  # of them, those whose forward has run through the head
-    splits_backward: bool = False  # whether gradients of weights are put off
+    waiting: float = 0  # of them, those between their B and their W: `tasks.max_waiting`
     dtype: str  # of the matrix products
     param_dtype: str = "float32"  # of the parameters that are kept and updated
     checkpointing: Checkpointing

@@ -186,7 +186,8 @@ class _PoolOfStages:
             for place in range(self.most)
         ]
         depths: Any = np.array([at_place.all for at_place in in_flight])
-        held = in_flight[0]._replace(all=depths)
+        waiting: Any = np.array([at_place.waiting for at_place in in_flight])
+        held = in_flight[0]._replace(all=depths, waiting=waiting)
         usable_bytes = problem.usable_bytes(self.pool)
         capacities = np.full((len(self.meshes), self.most), NONE)
         for layer_kind, load in enumerate(problem.ranges.loads):

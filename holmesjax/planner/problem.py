@@ -36,7 +36,7 @@ from holmesjax.planner.stage_layouts import (
 )
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue, Simulator
-from holmesjax.schedules.tasks import Task, max_in_flight
+from holmesjax.schedules.tasks import Task, max_in_flight, max_waiting
 from holmesjax.topology.machines import Link, Node, Pipe, Topology
 
 
@@ -359,15 +359,16 @@ class Problem:
         v = order.chunks
         if v == 1:
             most = order.bound(stage)
-            return InFlight(all=most, head=most, splits_backward=order.splits_backward)
+            return InFlight(all=most, head=most, waiting=order.waiting_bound(stage))
         key = order, stage, layers
         if key not in self._in_flight:
             tasks = self.simulator(order)[1][stage]
+            shares = [n / layers for n in split_chunks(layers, v)]
             self._in_flight[key] = InFlight(
-                all=max_in_flight(tasks, [n / layers for n in split_chunks(layers, v)]),
+                all=max_in_flight(tasks, shares),
                 head=max_in_flight(tasks, [0] * (v - 1) + [1]),
                 chunks=v,
-                splits_backward=order.splits_backward,
+                waiting=max_waiting(tasks, shares),
             )
         return self._in_flight[key]
 

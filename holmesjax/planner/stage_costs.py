@@ -229,7 +229,7 @@ class StageCosts:
             chunks=in_flight.chunks,
             in_flight=in_flight.all,
             head_in_flight=in_flight.head,
-            splits_backward=in_flight.splits_backward,
+            waiting=in_flight.waiting,
             dtype=train.compute_dtype,
             param_dtype=train.param_dtype,
             checkpointing=settings.checkpointing,

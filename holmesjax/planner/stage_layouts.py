@@ -90,12 +90,12 @@ class Role(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """`pipeline_schedules.max_in_flight` of a stage: for all its chunks, and for the last one."""
+    """`tasks.max_in_flight` of a stage: for all its chunks, and for the last one."""
 
     all: float
     head: float
     chunks: int = 1
-    splits_backward: bool = False  # whether gradients of weights are put off
+    waiting: float = 0  # `tasks.max_waiting` of all its chunks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holmesjax.schedules.simulation import simulate
-from holmesjax.schedules.tasks import Task, TaskKind, max_in_flight
+from holmesjax.schedules.tasks import Task, TaskKind, max_in_flight, max_waiting
 
 
 def gpipe(num_microbatches: int) -> tuple[Task, ...]:
@@ -75,8 +75,8 @@ def interleaved_1f1b(
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> tuple[Task, ...]:
     """ZB-H1: 1F1B with split backwards, whose weights fill what is a bubble in 1F1B.
 
-    Stage s runs a W after its B has run for s more microbatches. So every stage holds at most
-    `num_stages` microbatches in flight: none more than the first one of 1F1B.
+    Stage s runs a W after its B has run for s more microbatches: s + 1 are between the two. Every
+    stage holds at most `num_stages` microbatches in flight: none more than the first one of 1F1B.
 
     >>> for stage in range(2):
     ...     print(stage, *zero_bubble(stage, 2, num_microbatches=3))
@@ -147,6 +147,14 @@ class TaskOrder(NamedTuple):
         """The most chunks of microbatches that a stage may hold in flight."""
         return min(SCHEDULES[self.schedule].bound(stage, self), self.microbatches * self.chunks)
 
+    def waiting_bound(self, stage: int) -> int:
+        """The most of these that may be between their B and their W."""
+        own = SCHEDULES[self.schedule]
+        if not own.splits_backward:
+            return 0
+        most = self.bound(stage)
+        return most if own.waiting is None else min(own.waiting(stage, self), most)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSchedule:
@@ -160,6 +168,8 @@ class PipelineSchedule:
     # be more than there are in a step.
     bound: Callable[[int, TaskOrder], int]
     splits_backward: bool = False  # the gradients of weights are tasks of their own, W
+    # Of those in flight, the most between their B and their W; None: all of them may be.
+    waiting: Callable[[int, TaskOrder], int] | None = None
     # Numbers of chunks of a stage that the planner tries; a config may ask for more.
     chunks: tuple[int, ...] = (1,)
     is_in_groups: bool = False  # microbatches come in groups of the size of the pipeline
@@ -221,6 +231,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
         tasks=lambda stage, order: zero_bubble(stage, order.num_stages, order.microbatches),
         bound=lambda stage, order: order.num_stages,
         splits_backward=True,
+        waiting=lambda stage, order: stage + 1,
         least_stages=2,
         leaner=PLAIN,
         is_tried=True,
@@ -325,6 +336,8 @@ def validate(
                 assert position[before] < position[after], f"stage {stage}: {after} before {before}"
         most, bound = max_in_flight(tasks), order.bound(stage)
         assert most <= bound, f"stage {stage}: {most} in flight, {name} promises {bound}"
+        most, bound = max_waiting(tasks), order.waiting_bound(stage)
+        assert most <= bound, f"stage {stage}: {most} wait for their W, {name} promises {bound}"
     ones = [1.0] * num_stages * num_chunks
     num_links = num_stages - (num_chunks == 1)
     simulate(schedules, ones, ones, [(0.0, 0.0)] * num_links, weight_s=ones)

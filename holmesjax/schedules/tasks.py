@@ -8,7 +8,7 @@ in flight       chunks of microbatches whose forward has run on a stage and whos
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 TaskKind = Literal["F", "B", "W"]
@@ -65,6 +65,27 @@ def max_in_flight(tasks: Sequence[Task], weights: Sequence[float] | None = None)
     (3, 1.75, 1)
     """
     last = "W" if any(task.kind == "W" for task in tasks) else "B"
-    change = {"F": 1, "B": 0, "W": 0, last: -1}
+    return _most(tasks, {"F": 1, "B": 0, "W": 0, last: -1}, weights)
+
+
+def max_waiting(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> float:
+    """Most that a stage holds at a time between their B and their W, or runs the B of.
+
+    `weights` are those of its chunks, or all 1.
+
+    >>> max_waiting([Task("F", 0), Task("B", 0)])
+    0
+    >>> max_waiting([Task("F", 0), Task("F", 1), *(Task(kind, m) for kind in "BW" for m in (0, 1))])
+    2
+    """
+    if not any(task.kind == "W" for task in tasks):
+        return 0
+    return _most(tasks, {"F": 0, "B": 1, "W": -1}, weights)
+
+
+def _most(
+    tasks: Sequence[Task], change: Mapping[TaskKind, int], weights: Sequence[float] | None
+) -> float:
+    """The most that tasks add up to, where each changes the sum by its kind and chunk."""
     weight = lambda task: 1 if weights is None else weights[task.chunk]
     return max(itertools.accumulate(change[task.kind] * weight(task) for task in tasks))

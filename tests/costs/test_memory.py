@@ -134,7 +134,7 @@ def test_whole_gradients_of_shared_experts_wait_between_the_parts_of_a_backward(
     passed = jax.eval_shape(microbatch.on_replicas(chunk, first), *given)
     of_experts = [x for x in passed if x.shape[-3:] in {(8, 64, 96), (8, 96, 64)}]
     num_bytes = sum(x.size * x.dtype.itemsize for x in of_experts) / 4  # on a device
-    stage = shape_of(1, **cuts, is_last=False, in_flight=3, splits_backward=True)
+    stage = shape_of(1, **cuts, is_last=False, in_flight=4, waiting=3)
     waiting = memory.stage_memory_bytes(model, stage)["waiting"]
     assert 0 < 3 * num_bytes <= waiting
     # JAX 0.12 adds them up over `fsdp` in the first part already.

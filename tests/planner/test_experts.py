@@ -1,6 +1,7 @@
 """Plans of models with experts: how many devices share them, over which links, at what price."""
 
 import math
+from dataclasses import replace
 
 from holmesjax import config as configs
 from holmesjax.config import ExpertsConfig
@@ -35,6 +36,18 @@ def test_tokens_are_exchanged_over_fast_links_alone():
     assert (stage.fabrics[Axis.EXPERT], stage.fabrics[Axis.DATA]) == ("nvlink", "ethernet")
     for stage in make_plan(make_config(model=EXPERTS, parallel=FEW, stages=1), ethernet).stages:
         assert stage.fabrics.get(Axis.EXPERT, "local") in ("local", "nvlink")
+
+
+def test_as_many_gradients_of_shared_experts_wait_as_backwards_are_cut_in_two():
+    """Under zero bubble a stage and those before it: 1, 2, 3 and 4 of 8 microbatches."""
+    model = EXPERTS | {"num_layers": 8}
+    zero_bubble = FEW | {"schedule": "zero_bubble", "activation_checkpointing": "none"}
+    config = make_config(model=model, parallel=zero_bubble, expert=2, tensor=1, fsdp=1)
+    stages = {"stages": 4, "layers": (2, 2, 2, 2), "data": 1}
+    config = replace(config, parallel=replace(config.parallel, **stages))
+    plan = make_plan(config, make_topology(make_cluster("a", "infiniband", (8,))))
+    first, *others = (stage.memory_bytes["waiting"] for stage in plan.stages)
+    assert others == [2 * first, 3 * first, 4 * first]
 
 
 def test_a_stage_does_not_cross_nodes_that_have_room_for_it():

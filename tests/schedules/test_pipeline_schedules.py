@@ -15,7 +15,7 @@ from holmesjax.schedules.pipeline_schedules import (
     validate,
 )
 from holmesjax.schedules.simulation import picture, simulate
-from holmesjax.schedules.tasks import Task, max_in_flight, receiver, sender
+from holmesjax.schedules.tasks import Task, max_in_flight, max_waiting, receiver, sender
 from tests.clock import finish_times
 
 
@@ -68,10 +68,14 @@ def test_schedules_keep_their_promises_and_use_what_they_promise(case):
     for stage, tasks in enumerate(schedules):
         total = num_kinds * num_microbatches * more.get("num_chunks", 1)
         assert len(set(tasks)) == len(tasks) == total
-        now = most = 0
+        now = most = between = most_between = 0
         for task in tasks:
             now += (task.kind == "F") - (task.kind == last)
             most = max(most, now)
+            between += (task.kind == "B") - (task.kind == last)
+            most_between = max(most_between, between)
+        own = TaskOrder(name, num_stages, num_microbatches)
+        assert max_waiting(tasks) == most_between == own.waiting_bound(stage)
         assert (
             max_in_flight(tasks)
             == most
