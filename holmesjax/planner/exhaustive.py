@@ -33,6 +33,7 @@ from holmesjax.schedules.pipeline_schedules import TaskOrder
 
 MAX_ASSIGNMENTS = 4096  # simulated at a time
 MAX_DEPTHS = 512  # combinations of numbers in flight that are tried
+UNEQUAL = 16  # times the effort of a stage of equal layers: those of unequal ones have many costs
 
 
 # A stage's largest number of layers from a start on.
@@ -197,7 +198,8 @@ class ExhaustiveSearch:
         if fixed:
             yield Assignment(segments, fixed)
             return
-        self._trials.spend(2 * num_stages)  # a stage costs as much as two splits
+        # A stage costs as much as two splits.
+        self._trials.spend(2 * num_stages * (1 if self._is_equal else UNEQUAL))
         if not self._are_in_time(segments, settings, kind, num_stages):
             return
         order, last = kind.leanest_order(num_stages, m), num_stages - 1

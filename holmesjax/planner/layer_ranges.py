@@ -115,6 +115,12 @@ class LayerRanges:
         return sum(count * load for count, load in pairs)
 
     @cached_property
+    def load_shares(self) -> tuple[float, ...]:
+        """The share of the load of all layers that those of each kind have."""
+        pairs = zip(block_counts(self._model), self.loads, strict=True)
+        return tuple(count * load / self.load for count, load in pairs)
+
+    @cached_property
     def proportions(self) -> Counts:
         """The counts of the whole model without their common factor."""
         counts = block_counts(self._model)

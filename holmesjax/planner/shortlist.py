@@ -9,8 +9,9 @@ down and back up, less what overlaps. So for a number of microbatches, a checkpo
 the best segments are those that hold all layers in the fewest seconds of one microbatch: a knapsack
 over the pools, solved exactly by dynamic programming over loads. A range of limits makes a list.
 
-With layers of several kinds, a unit of load costs what it costs in the cheapest kind, so that a
-bound holds for any of them.
+With layers of several kinds, a unit of load takes the seconds that it takes in the cheapest kind,
+so that a bound holds for any of them. So do its bytes in a bound; for the list they are the mean of
+all kinds, since a sparse layer may have twenty times the parameters of a dense one of equal load.
 
 Between two segments a whole microbatch crosses in each direction, shared by the nodes of the
 smaller stage. The crossing takes no longer than the limit either.
@@ -87,24 +88,17 @@ class Room(NamedTuple):
     """Memory of the stages of one pool with some settings; arrays are [meshes]."""
 
     usable_bytes: float
-    fixed_bytes: np.ndarray  # of a stage in the middle, however many layers it has
+    fixed_bytes: np.ndarray  # of a stage, however many layers it has
     layer_bytes: np.ndarray  # of a unit of load
     kept_bytes: np.ndarray  # by a unit of load of each microbatch in flight
-    spare_bytes: np.ndarray  # that a stage at an end takes less, with one microbatch in flight
     alone_bytes: np.ndarray  # of the only stage of a plan
-    alone_load: int  # of that stage
-    is_most: bool = False  # whether a stage may stand anywhere, or be the only one
-
-    @property
-    def most(self) -> "Room":
-        """The room of a stage that takes least, wherever it stands."""
-        return self._replace(fixed_bytes=self.fixed_bytes - self.spare_bytes, is_most=True)
+    alone_load: int = 0  # of that stage, if the room is that of a stage anywhere
 
     def load(self, depth: int, times: float = 1.0) -> np.ndarray:
         """The load of a stage, [meshes], with so many in flight and so many times the memory."""
         left_bytes = times * self.usable_bytes - self.fixed_bytes
         load = left_bytes / (self.layer_bytes + depth * self.kept_bytes)
-        is_alone = self.is_most & (self.alone_bytes <= times * self.usable_bytes)
+        is_alone = self.alone_bytes <= times * self.usable_bytes
         return np.where(is_alone, np.maximum(load, self.alone_load), load)
 
 
@@ -123,7 +117,9 @@ class Offers:
     layer_s: np.ndarray  # all tasks
     fixed_load_s: np.ndarray  # of tasks, with a share of what comes once in a step
     layer_load_s: np.ndarray
-    room: Room
+    least_layer_s: np.ndarray  # in the kind of layer that is fastest
+    room: Room  # for layers of all kinds
+    most_room: Room  # for layers of the kind that takes least, at the best place
     way_s: np.ndarray  # a microbatch to the pool that is reached fastest
     least: int  # load of a layer
     count: int | None = None  # of stages; None: as many as are best
@@ -145,7 +141,10 @@ class Offers:
         That is without the load that comes once in a step.
         """
         return replace(
-            self, fixed_load_s=0.0 * self.fixed_s, layer_load_s=self.layer_s, room=self.room.most
+            self,
+            fixed_load_s=0.0 * self.fixed_s,
+            layer_load_s=self.least_layer_s,
+            room=self.most_room,
         )
 
 
@@ -179,6 +178,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
     if not found:
         return None
     ranges, task_s, fixed_load_s, layer_load_s = problem.ranges, [], [], []
+    mean = functools.partial(np.average, axis=0, weights=ranges.load_shares)
     for kind, load in enumerate(ranges.loads):
         times = [
             stage_costs.many_times(pool, found, settings, ranges.unit(kind, n)) for n in (1, 2)
@@ -188,6 +188,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
         fixed_load_s.append(2 * first_s - second_s)
         layer_load_s.append((second_s - first_s) / load)
     num_nodes = stage_costs.num_nodes(pool, found)
+    room, most_room = _rooms(problem, pool_index, found, settings)
     time_s = lambda link: (
         link.latency_s
         + np.maximum(
@@ -201,10 +202,12 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
         meshes=tuple(found),
         most_stages=_most_stages(pool, found),
         fixed_s=2 * time_s(own_link),
-        layer_s=np.min(np.stack(task_s), axis=0),
-        fixed_load_s=np.min(np.stack(fixed_load_s), axis=0),
-        layer_load_s=np.min(np.stack(layer_load_s), axis=0),
-        room=_room(problem, pool_index, found, settings),
+        layer_s=mean(task_s),
+        fixed_load_s=mean(fixed_load_s),
+        layer_load_s=mean(layer_load_s),
+        least_layer_s=np.min(task_s, axis=0),
+        room=room,
+        most_room=most_room,
         way_s=np.min(ways_s, axis=0) if ways_s else np.zeros(len(found)),
         least=min(ranges.loads),
     )
@@ -215,9 +218,13 @@ def _most_stages(pool: Pool, found: Sequence[MeshShape]) -> np.ndarray:
     return np.array([min(MAX_STAGES, pool.num_devices // mesh.num_devices) for mesh in found])
 
 
-def _room(
+def _rooms(
     problem: Problem, pool_index: int, found: Sequence[MeshShape], settings: StepSettings
-) -> Room:
+) -> tuple[Room, Room]:
+    """The room of stages in the middle for layers of all kinds; and the most that a stage has.
+
+    That is for layers of the kind that takes least, wherever the stage stands.
+    """
     fixed, layer, kept = [], [], []
     for kind, load in enumerate(problem.ranges.loads):
         one, more, deep = (
@@ -227,24 +234,23 @@ def _room(
         fixed.append(2 * one - more)
         layer.append((more - deep) / load)
         kept.append((deep - one) / load)
-    fixed_bytes, layer_bytes, kept_bytes = (np.min(rows, axis=0) for rows in (fixed, layer, kept))
     ranges, many_bytes = problem.ranges, problem.stage_costs.many_bytes
+    # The only stage reduces its gradients where its replicas were, too.
+    [only], blocks = roles(1), ranges.counts(0, problem.num_layers)
+    alone_bytes = many_bytes(found, settings, blocks, 1, only)
+    usable_bytes, rows = problem.usable_bytes(pool_index), (fixed, layer, kept)
+    mean = [np.average(row, axis=0, weights=ranges.load_shares) for row in rows]
+    fixed_bytes, layer_bytes, kept_bytes = (np.min(row, axis=0) for row in rows)
     spare_bytes = np.zeros(len(found))
     for role in roles(2):  # each has one neighbour, and so fewer buffers
         for kind, load in enumerate(ranges.loads):
             plain = fixed_bytes + load * (layer_bytes + kept_bytes)
             own = many_bytes(found, settings, ranges.unit(kind), 1, role)
             spare_bytes = np.maximum(spare_bytes, plain - own)
-    # The only stage reduces its gradients where its replicas were, too.
-    [only], blocks = roles(1), ranges.counts(0, problem.num_layers)
-    return Room(
-        problem.usable_bytes(pool_index),
-        fixed_bytes,
-        layer_bytes,
-        kept_bytes,
-        spare_bytes,
-        alone_bytes=many_bytes(found, settings, blocks, 1, only),
-        alone_load=ranges.load,
+    least = fixed_bytes - spare_bytes, layer_bytes, kept_bytes
+    return (
+        Room(usable_bytes, *mean, alone_bytes),
+        Room(usable_bytes, *least, alone_bytes, alone_load=ranges.load),
     )
 
 
@@ -402,14 +408,14 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
     """
     for settings in step_settings(problem.config):
         rooms = [
-            (_most_stages(pool, found), _room(problem, index, found, settings))
+            (_most_stages(pool, found), _rooms(problem, index, found, settings)[1])
             for index, pool in enumerate(problem.pools)
             if (found := problem.meshes(index, settings))
         ]
         holds = lambda times, own=rooms: (
             problem.ranges.load
             <= sum(
-                (stages * np.maximum(np.floor(room.most.load(1, times)), 0)).max()
+                (stages * np.maximum(np.floor(room.load(1, times)), 0)).max()
                 for stages, room in own
             )
         )
