@@ -18,7 +18,7 @@ from holmesjax.costs.parameters import (
     held_parameters,
     layer_parameters,
     stage_extents,
-    unsent_numbers,
+    stage_unsent,
 )
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.distinct_kinds import kinds
@@ -304,9 +304,7 @@ def _gathered_bytes(
     for _, kind, policy in stage.policies(model):
         num_parameters = sizes[kind]
         if kind.place == "first":
-            ends = stage.is_first, stage.is_last
-            unsent = unsent_numbers(model, ends, stage_tokens(model, stage), stage.tensor)
-            num_parameters = num_parameters - unsent
+            num_parameters = num_parameters - stage_unsent(model, stage)
         needed = (width + gradients[kind.place]) * num_parameters
         needed = needed + _temporary_bytes(model, kind, stage, implementation, policy)
         if kind.place == "last":

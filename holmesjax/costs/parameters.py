@@ -274,9 +274,7 @@ def gathered_parameters(model: ModelConfig, stage: StageShape) -> tuple[Sizes, S
     read_again = stage_extents(model, (0, *stage.again, 0)).unread
     numbers = own.all.in_parts(stage.tensor)
     unread = own.unread.in_parts(stage.tensor) - read_again.in_parts(stage.tensor)
-    ends = stage.is_first, stage.is_last
-    unsent = unsent_numbers(model, ends, stage_tokens(model, stage), stage.tensor)
-    return numbers - unsent, numbers - unread
+    return numbers - stage_unsent(model, stage), numbers - unread
 
 
 def gathered_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
@@ -335,6 +333,12 @@ def unsent_numbers(
     own = stage_extents(model, (1, *blocks, int(is_last)))
     rows = num_tokens * row_numbers(embed)
     return np.maximum(own.tables.in_parts(tensor) - rows, 0)
+
+
+def stage_unsent(model: ModelConfig, stage: StageShape) -> Sizes:
+    """The `unsent_numbers` of a stage."""
+    ends = stage.is_first, stage.is_last
+    return unsent_numbers(model, ends, stage_tokens(model, stage), stage.tensor)
 
 
 def layer_parameters(model: ModelConfig, stage: StageShape) -> list[Numbers]:

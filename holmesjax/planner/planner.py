@@ -236,14 +236,13 @@ def _find_fitting(
     otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
 ) -> tuple[tuple[Problem, Found] | None, tuple[Problem, Found] | None]:
     """The best plans that memory holds; and the `nearest`, if they were looked for."""
-    if least_memory(problems) > 1.0:
-        close = nearest(problems)  # the bound is one of costs: a refusal is looked at once more
-        return fits_after_all(problems, close), close
-    if (result := find_within(problems, say=say)) is not None:
+    may_fit = least_memory(problems) <= 1.0
+    if may_fit and (result := find_within(problems, say=say)) is not None:
         return result, None
     say("the plan that comes nearest, as none fits the memory")
-    close = nearest(problems)
-    return fits_after_all(problems, close) or otherwise(), close
+    close = nearest(problems)  # the bound is one of costs: a refusal is looked at once more
+    result = fits_after_all(problems, close)
+    return result or (otherwise() if may_fit else None), close
 
 
 def _find_across(

@@ -286,6 +286,7 @@ def amount(text: str) -> float | None:
 def _capabilities(document: Document, keys: Keys, options: PodOptions) -> Iterator[HolmesError]:
     for i, name in enumerate(options.capabilities):
         if not re.fullmatch(r"[A-Z][A-Z_]*", name) or name.startswith("CAP_"):
-            fix = f"write it as {name.upper().removeprefix('CAP_')}"
+            words = re.findall("[A-Z]+", name.upper().removeprefix("CAP_"))
+            fix = f"write it as {'_'.join(words)}" if words else "write a name, such as IPC_LOCK"
             problem = "is no capability as Kubernetes writes it"
             yield document.mistake((*keys, "capabilities", i), problem, found=name, fix=fix)

@@ -380,6 +380,7 @@ HOPPER = f"{TOP}clusters:\n  - name: hopper\n    "
         ),
         (HOPPER + "requests: {rdma/hca: 1}", 5, "is requested by its limit alone"),
         (HOPPER + "capabilities: [CAP_IPC_LOCK]", 5, "write it as IPC_LOCK"),
+        (HOPPER + "capabilities: [ipc lock]", 5, "write it as IPC_LOCK"),
         (HOPPER + "host_network: maybe", 5, "must be true or false"),
         (HOPPER + "limits: {}\n  - name: hopper", 6, "is described twice"),
     ],
