@@ -1,10 +1,11 @@
 """The kinds of files, by their first bytes. Every source and every verb asks here.
 
 The bytes decide. The ending of a name is a hint, which counts where bytes could be anything: a file
-`.parquet` that is not one is a damaged parquet file, and a line that is no JSON in a file `.jsonl`
-is a mistake.
+`.parquet` that is not one is a damaged parquet file, and what is no JSON in a file `.jsonl` or
+`.json` is a mistake.
 """
 
+import codecs
 import contextlib
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from holmesjax.data import compressed_files
 from holmesjax.data.compressed_files import Packing
 from holmesjax.data.documents import damaged
+from holmesjax.errors import DataError
 from holmesjax.files import json_text
 
 HEAD_BYTES = 2**16
@@ -25,6 +27,7 @@ PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
 READ = (TEXT, *JSON, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
 OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
+POINTER = "pointer of Git LFS"  # in place of a large file
 
 MAGIC = {
     b"PAR1": PARQUET,
@@ -41,12 +44,14 @@ MAGIC = {
     b"SQLite format 3\0": "SQLite file",
     b"\x93NUMPY": "NumPy file",
     b"Obj\x01": "Avro file",
+    b"WARC/": "WARC archive",
+    b"version https://git-lfs.github.com/spec/": POINTER,
     **dict.fromkeys((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a"), "picture"),
 }
 STREAM = re.compile(rb"\xff{4}.{3}\0.\0\0\0", re.DOTALL)  # of Arrow: a mark and two lengths
 TAR_AT, TAR = 257, b"ustar"
 PROMISES = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), LINES),
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), LINES),
     ".parquet": PARQUET,
     ".arrow": ARROW,
     **dict.fromkeys((".array_record", ".arrayrecord"), ARRAY_RECORD),
@@ -55,7 +60,12 @@ DECODER = json.JSONDecoder()
 KEY = rb'\{[ \t\r]*"(?:[^"\\]|\\.)*"[ \t\r]*:'  # the first of an object, in its line
 OBJECT = re.compile(rb"\s*" + KEY)
 OBJECT_OVER_LINES = re.compile(rb"\s*" + KEY.replace(rb"[ \t\r]", rb"\s"))
-OTHER_VALUE = re.compile(rb"(\xef\xbb\xbf)?\s*[\[\"\x1e]")
+# What a file `.json` begins with, if it is JSON and whole.
+BEGINNINGS = {
+    re.compile(rb"\s*\[\s*\{"): ARRAY,
+    re.compile(rb"\s*[\[\"\x1e]"): OTHER_JSON,
+    re.compile(rb"\s*\{"): OVER_LINES,
+}
 OBJECTS = re.compile(rb"\s*\[" + OBJECT_OVER_LINES.pattern)
 
 
@@ -94,12 +104,16 @@ def kind_of(path: Path) -> FileKind:
         packing += (inner,)
     content = _content(head, is_whole=len(head) < HEAD_BYTES)
     ending = Path(compressed_files.without_endings(path.name)).suffix
-    if content == TEXT and ending == ".json" and OTHER_VALUE.match(head):
-        content = OTHER_JSON
     promise = PROMISES.get(ending)
+    wanted = compressed_files.promised(path.name)
+    if content == POINTER and (promise or wanted):
+        problem, fix = "is a pointer in place of the file", "bring the file: git lfs pull"
+        raise DataError(str(path), problem, found=content, fix=fix)
+    if content == TEXT and ending == ".json":
+        start = head.removeprefix(codecs.BOM_UTF8)
+        content = next((kind for own, kind in BEGINNINGS.items() if own.match(start)), content)
     if content not in (TEXT, BINARY):
         promise = None
-    wanted = compressed_files.promised(path.name)
     if wanted and not packing and content in (TEXT, BINARY):
         found = f"it begins with {head[:8]!r}" if head else "it is empty"
         raise damaged(str(path), f"{wanted} file", found)
@@ -144,7 +158,7 @@ def _is_lines(head: bytes, *, is_whole: bool) -> bool:
 
     More behind the object is a mistake in lines, to be named when they are read.
     """
-    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
     line, newline, _ = head.partition(b"\n")
     if not newline and not is_whole:
         return OBJECT.match(line) is not None
@@ -156,7 +170,7 @@ def _is_lines(head: bytes, *, is_whole: bool) -> bool:
 
 def _is_array(head: bytes, *, is_whole: bool) -> bool:
     """Tells whether it is an array of objects."""
-    head = head.removeprefix(b"\xef\xbb\xbf")
+    head = head.removeprefix(codecs.BOM_UTF8)
     if not OBJECTS.match(head):
         return False
     if not is_whole:
@@ -168,7 +182,7 @@ def _is_array(head: bytes, *, is_whole: bool) -> bool:
 
 def _is_over_lines(head: bytes, *, is_whole: bool) -> bool:
     """Tells whether it is objects, each over several lines, and nothing else."""
-    head = head.removeprefix(b"\xef\xbb\xbf")
+    head = head.removeprefix(codecs.BOM_UTF8)
     if not OBJECT_OVER_LINES.match(head):
         return False
     if not is_whole:

@@ -251,7 +251,8 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
     if schema.names.count(column) == 1:
         kind = schema.field(column).type
         is_list = any(is_one(kind) for is_one in lists)
-        if any(is_one(kind) for is_one in texts):
+        text = kind.value_type if types.is_dictionary(kind) else kind
+        if any(is_one(text) for is_one in texts):
             return
         if is_list and types.is_integer(kind.value_type):
             return

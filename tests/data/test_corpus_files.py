@@ -84,14 +84,18 @@ READ = {
     "over_lines": gzip.compress("".join(json.dumps(row, indent=1) for row in ROWS).encode()),
     "A.PARQUET": parquet_bytes(),
     "table": parquet_bytes(),
+    "categories.parquet": parquet_bytes(text=pa.array(WORDS).dictionary_encode()),
     "a.feather": arrow_bytes(pa.ipc.new_file),
     "stream.ARROW": arrow_bytes(pa.ipc.new_stream),
 }
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 NOT_READ = {
     "a.tar.gz": (tar_bytes("w:gz"), "tar archive in gzip"),
     "a.tar": (tar_bytes("w:"), "tar archive"),
     "a.zip": (zip_bytes(), "zip archive"),
     "a.pdf": (b"%PDF-1.7\nno zero byte", "PDF file"),
+    "a.warc.gz": (gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n"), "WARC archive in gzip"),
+    "picture.txt": (POINTER, "pointer of Git LFS"),
     "a.lz4": (b"\x04\x22\x4d\x18" + RAW, "lz4 file"),
     "a.txt": (b"a\0b\0\0", "binary file"),
     "texts.json": (b'["one", "two"]', "JSON without an object in a line"),
@@ -148,8 +152,30 @@ def test_text_of_any_encoding_is_text_without_its_mark(tmp_path, name, content):
     ],
 )
 def test_text_that_has_some_json_stays_text(tmp_path, content):
-    (tmp_path / "a.json").write_bytes(content)
-    assert documents(tmp_path / "a.json") == [content.decode()]
+    (tmp_path / "a.txt").write_bytes(content)
+    assert documents(tmp_path / "a.txt") == [content.decode()]
+
+
+@pytest.mark.parametrize(
+    "content, where",
+    [
+        (json.dumps(ROWS).encode()[:-4], "a.json: is no JSON"),  # cut off
+        (b"[{'text': 'a list of Python'}]", "a.json: is no JSON"),
+        (b"\xef\xbb\xbf" + RAW[:20], "a.json, object 1: is no JSON"),
+        (b'{\n "text": "a",\n', "a.json, object 1: is no JSON"),
+        (b"<!DOCTYPE html>", "a.json, byte 0: is no JSON"),
+        (POINTER, "a.json: is a pointer in place of the file\n.*LFS\n.*git lfs pull"),
+    ],
+)
+def test_what_is_no_json_in_a_file_of_json_is_a_mistake(tmp_path, content, where):
+    """A whole file of one of these kinds would be read."""
+    path = tmp_path / "a.json"
+    for packed, name in ((content, path), (gzip.compress(content), tmp_path / "a.json.gz")):
+        name.write_bytes(packed)
+        with pytest.raises(
+            DataError, match=where.replace("a.json", name.name).replace("byte 0", ".*")
+        ):
+            documents(name)
 
 
 def test_a_line_longer_than_what_is_looked_at_is_a_line(tmp_path):
@@ -199,19 +225,19 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     os.mkfifo(corpus / "pipe")
     assert tokenized(corpus, "--out", tmp_path / "none") == 2  # of nothing that is read
     said = capsys.readouterr().err
-    assert "holds no text\n  found: nothing but what is not read: 12 (" in said
+    assert "holds no text\n  found: nothing but what is not read: 14 (" in said
     (corpus / "a.jsonl").write_bytes(RAW)
     kinds = [*(kind for _, kind in NOT_READ.values()), "hidden file or folder", "pipe, socket"]
     out = tmp_path / "out"
     assert tokenized(corpus, "--out", out) == 0
     said = capsys.readouterr()
     for words in (said.out, said.err):
-        assert "left out: 12 (" in words
+        assert "left out: 14 (" in words
         assert all(f"{kind}" in words for kind in kinds)
     assert main(["data", str(corpus), "model.context_length=16"]) == 0
-    assert "left out    12 (" in capsys.readouterr().out
+    assert "left out    14 (" in capsys.readouterr().out
     assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(out / "b.json")]) == 0
-    assert "left out: 12 (" in capsys.readouterr().out
+    assert "left out: 14 (" in capsys.readouterr().out
     (out / "more.jsonl").write_bytes(RAW)
     (out / "b.json").rename(out / "other.json")
     (out / "empty.gz").touch()
