@@ -45,9 +45,17 @@ CLASS = {
 }
 # A name without a token, where classes of `transformers` have defaults of their own.
 NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
+USUAL_NAMES = {*NAMES, "sep_token", "cls_token", "mask_token"}  # that every class has
 # The class of this family makes a split of its own in `transformers` 5, whatever tokenizer.json
 # says, but where a folder names code of its own. There is no code here, so none can run.
 OWN_SPLIT = {"qwen2": {"trust_remote_code": True}}
+# What classes of BERT put above the normalizer, its name in tokenizer.json, and their default.
+BERT = "BertNormalizer"
+OF_BERT = {
+    "do_lower_case": ("lowercase", True),
+    "strip_accents": ("strip_accents", None),
+    "tokenize_chinese_chars": ("handle_chinese_chars", True),
+}
 # Settings of a tokenizer_config.json that an export leaves alone; all others are of its class.
 KEPT = ("model_max_length", "padding_side", "truncation_side")
 
@@ -198,6 +206,9 @@ class FileTokenizer:
         said = {} if self.files is None else self.files.json(CONFIG)
         config = {key: said[key] for key in KEPT if key in said} | CLASS
         config |= dict.fromkeys(NAMES) | dict(self.said.named) | OWN_SPLIT.get(family, {})
+        own = {name: token for name, token in self.said.named.items() if name not in USUAL_NAMES}
+        if own:
+            config["extra_special_tokens"] = own  # where transformers 4 looks for them
         if self.said.others:
             config["additional_special_tokens"] = list(self.said.others)
         split = json.loads(self.inner.to_str())["pre_tokenizer"] or {}
@@ -218,6 +229,7 @@ def load(path: str | Path) -> FileTokenizer:
     marks = tokenizer_marks.read(files)
     marks = replace(marks, named={**converted.named, **marks.named})
     _refuse_new_end(files, converted.inner, marks)
+    _refuse_drawn_pieces(files, converted.inner)
     _refuse_contradictions(files, converted.inner)
     tokenizer_marks.add(converted.inner, marks)
     model_ends = tokenizer_marks.ends(files)
@@ -265,14 +277,28 @@ def _refuse_new_end(files: TokenizerFiles, inner: Any, marks: Marks) -> None:
         raise DataError(where, problem, found=token, fix=fix)
 
 
+def _refuse_drawn_pieces(files: TokenizerFiles, inner: Any) -> None:
+    """Raises DataError for pieces that are drawn anew each time: no two runs would be the same."""
+    if dropout := json.loads(inner.to_str())["model"].get("dropout"):
+        problem, fix = "draws the pieces of a text anew each time", 'say "dropout": null'
+        raise DataError(str(files.main), problem, found=f"dropout {dropout}", fix=fix)
+
+
 def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
     """Raises DataError for settings that classes of `transformers` put above tokenizer.json."""
     where, said = str(files.files.get(CONFIG)), files.json(CONFIG)
-    split = json.loads(inner.to_str())["pre_tokenizer"] or {}
+    whole = json.loads(inner.to_str())
+    split, normalizer = (whole[part] or {} for part in ("pre_tokenizer", "normalizer"))
     key, fix = "add_prefix_space", "make both what the model was trained with"
     begins = split.get(key, said.get(key))  # some splits have no such setting
     if said.get(key) not in (None, begins):
         raise DataError(where, f"has another {key} than {MAIN}", found=said[key], fix=fix)
+    is_of_bert = "Bert" in str(said.get("tokenizer_class"))
+    for key, (name, default) in OF_BERT.items() if normalizer.get("type") == BERT else ():
+        value = said.get(key, default if is_of_bert else normalizer[name])
+        if value != normalizer[name]:
+            problem, shown = f"has another {key} than {MAIN}", json.dumps(value)
+            raise DataError(where, problem, found=shown, fix=fix)
     if said.get("split_special_tokens"):
         problem, fix = "makes text of the marks of a template", "remove the key"
         raise DataError(where, problem, found="split_special_tokens true", fix=fix)

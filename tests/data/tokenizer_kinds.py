@@ -102,10 +102,11 @@ def _qwen(folder: Path) -> Path:
         "tokenizer_class": "Qwen2Tokenizer",
         "added_tokens_decoder": added,
         "additional_special_tokens": SPECIAL[1:],
+        "extra_special_tokens": {"image_token": "<image>"},
         "bos_token": None,
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": "{{ bos_token }}" + CHATML,
+        "chat_template": "{{ bos_token }}{{ image_token }}" + CHATML,
     }
     return write(folder, tokenizer, config, generation_config__json={"eos_token_id": [2, 0]})
 

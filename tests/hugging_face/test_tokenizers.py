@@ -152,17 +152,48 @@ def test_a_mark_with_a_name_has_its_flags(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config, problem",
+    "kind, config, problem",
     [
-        ({"add_prefix_space": True}, "another add_prefix_space than tokenizer.json"),
-        ({"split_special_tokens": True}, "makes text of the marks of a template"),
+        ("ours", {"add_prefix_space": True}, "another add_prefix_space than tokenizer.json"),
+        ("ours", {"split_special_tokens": True}, "makes text of the marks of a template"),
+        ("word-piece", {"do_lower_case": False}, "another do_lower_case than tokenizer.json"),
+        (
+            "word-piece",
+            {"tokenizer_class": "BertTokenizer", "strip_accents": False},
+            "another strip_accents than tokenizer.json",
+        ),
     ],
 )
-def test_settings_that_contradict_the_pieces_are_refused(config, problem, tmp_path):
-    """GPT2Tokenizer of transformers 5 and 4.57 begins a text with a space, whatever the file."""
-    path = write(tmp_path / "t", byte_level(), {"eos_token": "<|im_end|>", **config})
+def test_settings_that_contradict_the_pieces_are_refused(kind, config, problem, tmp_path):
+    """Classes of transformers 5 and 4.57 follow the settings, whatever tokenizer.json says.
+
+    GPT2Tokenizer begins a text with a space, and BertTokenizer keeps capital letters.
+    """
+    path = KINDS[kind](tmp_path / "t")
+    said = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(said | config))
     with pytest.raises(DataError, match=problem):
         tokenizer_files.load(path)
+
+
+def test_pieces_that_are_drawn_anew_each_time_are_refused(tmp_path):
+    pieces = json.loads(byte_level().to_str())
+    pieces["model"]["dropout"] = 0.1
+    path = write(tmp_path / "t", Tokenizer.from_str(json.dumps(pieces)), {"eos_token": SPECIAL[2]})
+    with pytest.raises(DataError, match=r"draws the pieces of a text anew.*\n.*dropout 0.1"):
+        tokenizer_files.load(path)
+
+
+def test_names_of_marks_that_only_one_model_has_are_said_to_both_versions(tmp_path):
+    """Version 5 of transformers takes them from both places, and 4.57 from the list alone."""
+    more = {"eos_token": SPECIAL[2], "extra_special_tokens": {"image_token": "<image>"}}
+    path = write(tmp_path / "t", byte_level(), more | {"chat_template": "{{ image_token }}"})
+    tokenizer = tokenizer_files.load(path)
+    (tmp_path / "out").mkdir()
+    tokenizer.write(tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert said["extra_special_tokens"] == more["extra_special_tokens"]
+    assert tokenizer_files.load(tmp_path / "out").template.render(HI) == "<image>"
 
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
