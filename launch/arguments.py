@@ -72,6 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parsers[words[0]].parse_known_intermixed_args(words[1:], verb)
     if unknown:
         raise _unknown_option(parsers[args.verb], args, unknown)
+    _refuse_no_text(parsers[args.verb], args)
     if getattr(args, "target", "") is None:  # argparse would ask for overrides, too
         fix = "add a run file, such as configs/runs/quickstart.yaml, or a run folder"
         raise ConfigError(args.verb, "needs a run", found="nothing", fix=fix)
@@ -80,6 +81,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.verb == "lab":
         args.command = _command_in_lab(args.topology, command)
     return args
+
+
+def _refuse_no_text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Raises ConfigError for bytes of the command line that are no text in the shell's encoding."""
+    for name, value in vars(args).items():
+        for word in value if isinstance(value, list) else [value]:
+            try:
+                str(word).encode()
+            except UnicodeEncodeError:
+                option = f"--{name.replace('_', '-')}"
+                where = option if option in parser._option_string_actions else args.verb
+                problem = f"has what is no text in {sys.getfilesystemencoding()}"
+                fix = "type it again, where the shell is set to UTF-8: export LC_ALL=C.UTF-8"
+                raise ConfigError(where, problem, found=ascii(word), fix=fix) from None
 
 
 class _Parser(argparse.ArgumentParser):

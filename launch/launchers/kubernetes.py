@@ -129,7 +129,7 @@ def manifest(
         "metadata": {"name": name, **own},
         "data": {
             CONFIG: configs.to_yaml(_config_of_pods(job, options)),
-            TOPOLOGY: (job.run_dir / TOPOLOGY).read_text(),
+            TOPOLOGY: (job.run_dir / TOPOLOGY).read_text("utf-8"),
         },
     }
     memory = pool.variables if pool else {}  # the launcher plans with the pool of the workers

@@ -88,7 +88,7 @@ def write(
             max_restarts=max_restarts,
             has_file=options_file is not None,
         )
-        path.write_text(text)
+        path.write_text(text, "utf-8")
     print(f"written     {path}", flush=True)
     if not submit:
         there = options.on_nodes(path)

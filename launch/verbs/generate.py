@@ -35,7 +35,7 @@ Complete = Callable[..., tuple[list[Continuation], Any]]  # as `Sampler.complete
 
 def run(args: argparse.Namespace) -> int:
     prompts = args.prompt or [""]
-    _refuse_wrong(args, prompts)
+    _refuse_wrong(args)
     sampling = Sampling(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -74,14 +74,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_wrong(args: argparse.Namespace, prompts: list[str]) -> None:
+def _refuse_wrong(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that cannot be, or not together."""
     if args.max_tokens < 1:
         fix = "use 1 or more"
         raise ConfigError("--max-tokens", "must be 1 or more", found=args.max_tokens, fix=fix)
-    for option, texts in {"--prompt": prompts, "--stop": args.stop}.items():
-        for text in texts:
-            _refuse_no_text(option, text)
     if "" in args.stop:
         fix = "leave it out, or name a string"
         raise ConfigError("--stop", "must not be empty", found=repr(""), fix=fix)
@@ -181,14 +178,6 @@ def _of_weights(folder: Path, args: argparse.Namespace) -> tuple[Complete, Path]
 def _set_pool() -> None:
     """Sets how much of a GPU JAX takes in this process, before it asks for a device."""
     os.environ.update(DevicePool.of_run(os.environ).variables)
-
-
-def _refuse_no_text(option: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
-        fix = "type it again, in a terminal that is set to UTF-8"
-        raise ConfigError(option, "must be text", found=ascii(text), fix=fix) from None
 
 
 def _write(_: int, piece: str) -> None:

@@ -199,6 +199,23 @@ def test_output_of_any_encoding_takes_any_text(tmp_path, monkeypatch, encoding, 
 
 
 @pytest.mark.parametrize(
+    "words, where",
+    [
+        (("tokenizer", "caf\udce9", "--vocab=300", "--out=b.json"), "tokenizer"),
+        (("tokenize", "a.txt", "--tokenizer=caf\udce9", "--out=b"), "--tokenizer"),
+        (("plan", "caf\udce9.yaml"), "plan"),
+        (("train", "a.yaml", "run.dir=caf\udce9"), "train"),
+    ],
+)
+def test_words_that_the_encoding_of_the_shell_lacks_are_refused(words, where, capsys):
+    """Under LC_ALL=C without UTF-8, each letter but those of ASCII is such bytes."""
+    assert main([*words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {where}: has what is no text in utf-8\n  found: '")
+    assert "caf\\udce9" in said
+
+
+@pytest.mark.parametrize(
     "words", [("nics",), ("--help",), ("plan", "configs/runs/quickstart.yaml")]
 )
 def test_output_that_finds_no_room_is_one_sentence(words):
