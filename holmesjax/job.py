@@ -262,8 +262,10 @@ class Job:
     def _numbers(self) -> list[str]:
         """Returns the lines of the number formats; gradients are float32 on every plan."""
         train, optimizer = self.config.train, self.config.optimizer
+        sent = train.reduction_dtype
         return [
             f"numbers     products in {train.compute_dtype}, gradients summed in float32, "
+            f"{'' if sent == 'float32' else f'sent between replicas in {sent}, '}"
             f"{'' if train.param_dtype == 'float32' else f'parameters in {train.param_dtype}, '}"
             f"{update_rules.describe(optimizer)}",
             *self._fp8(),

@@ -155,6 +155,7 @@ def make_chunks(
             optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
             compute_dtype=config.train.compute_dtype,
             param_dtype=config.train.param_dtype,
+            reduction_dtype=config.train.reduction_dtype,
             clip_norm=config.optimizer.clip_norm,
             ema_decay=config.optimizer.ema_decay,
             spike_rule=_spike_rule(config.train),

@@ -83,6 +83,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ),
     ("train",): (
         training_checks.gradients_have_exponents,
+        training_checks.gradients_cross_as_they_are,
         training_checks.profiled_steps_are_of_the_run,
         training_checks.rampup_grows,
     ),
@@ -151,6 +152,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ),
     ("train", "parallel"): (
         parallel_checks.microbatches_are_equal,
+        training_checks.rounded_gradients_cross,
         island_checks.training_suits_islands,
     ),
     ("optimizer", "parallel"): (island_checks.islands_have_no_average,),

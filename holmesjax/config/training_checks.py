@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holmesjax.config.mistakes import wrong
 from holmesjax.config.model_sections import ModelConfig
-from holmesjax.config.sections import KernelsConfig
+from holmesjax.config.sections import KernelsConfig, ParallelConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.config.update_rules import RATE_SCHEDULES, RULES
 from holmesjax.errors import ConfigError
@@ -123,6 +123,20 @@ def gradients_have_exponents(train: TrainConfig) -> Iterator[ConfigError]:
             "above 65504 infinite"
         )
         yield wrong("train.param_dtype", problem, train.param_dtype, fix)
+
+
+def gradients_cross_as_they_are(train: TrainConfig) -> Iterator[ConfigError]:
+    if train.reduction_dtype == "bfloat16" and train.compute_dtype == "float32":
+        problem = "must not round gradients more than train.compute_dtype rounds products, float32"
+        fix = "use float32, or set train.compute_dtype to bfloat16"
+        yield wrong("train.reduction_dtype", problem, train.reduction_dtype, fix)
+
+
+def rounded_gradients_cross(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if train.reduction_dtype == "bfloat16" and parallel.data == 1:
+        problem = "is of gradients that cross `data`, and parallel.data is 1: none do"
+        fix = "use float32, or more replicas, or leave parallel.data to the planner"
+        yield wrong("train.reduction_dtype", problem, train.reduction_dtype, fix)
 
 
 def rampup_grows(train: TrainConfig) -> Iterator[ConfigError]:

@@ -47,6 +47,10 @@ class TrainConfig:
     # Format of the parameters that are kept and trained. With bfloat16 there is no float32 copy,
     # and each update is rounded at random. float16 is refused.
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Format in which gradients cross `data`, once a step. bfloat16 sends half of the bytes, for
+    # slow networks between replicas with nodes of their own. Each share is rounded once, and summed
+    # in float32.
+    reduction_dtype: Literal["float32", "bfloat16"] = "float32"
     # Whether two runs on the same machines agree to the bit. GPUs then sum in a fixed order, which
     # is slower.
     deterministic: Flag = False

@@ -43,6 +43,7 @@ class StageShape:
     waiting: float = 0  # of them, those between their B and their W: `tasks.max_waiting`
     dtype: str  # of the matrix products
     param_dtype: str = "float32"  # of the parameters that are kept and updated
+    reduction_dtype: str = "float32"  # of gradients that cross `data`
     checkpointing: Checkpointing
     # Transformer layers of each kind that `checkpointing` is for; the others compute nothing again.
     # None: it is for all.

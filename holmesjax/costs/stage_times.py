@@ -513,7 +513,11 @@ def stage_times(
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, (fsdp, context, expert), implementation)
     forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
-    reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
+    if stage.reduction_dtype == "float32":
+        reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
+    else:  # each device sums what all send it (`collectives.reduce_scatter`)
+        width = DTYPE_BYTES[stage.reduction_dtype]
+        reduce_s = collective_times.all_to_all_s(width * trained, data)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)
     exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
     if implementation.overlaps:

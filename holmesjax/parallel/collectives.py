@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Tree = Any  # of arrays; `dims` is a tree of the same form, of ints
 
@@ -46,7 +47,13 @@ def all_gather(
 
 
 def reduce_scatter(
-    arrays: Tree, dims: Tree, axis: str, *, by_ring: bool = False, apart: bool = False
+    arrays: Tree,
+    dims: Tree,
+    axis: str,
+    *,
+    by_ring: bool = False,
+    apart: bool = False,
+    sent: str | None = None,
 ) -> Tree:
     """This device's shard, along `dims`, of the sums over `axis`; all of it where that is -1.
 
@@ -56,12 +63,20 @@ def reduce_scatter(
       axis: of the mesh.
       by_ring: shards are passed on from device to device, for a platform that has nothing as good.
       apart: each array has a collective of its own.
+      sent: the dtype in which numbers cross that are cut, and are summed in their own. None: also
+        their own.
     """
     size = jax.lax.axis_size(axis)
     if size == 1:  # XLA would run a collective of one, and copy for it
         return arrays
+    narrow = lambda x: sent is not None and np.dtype(sent).itemsize < x.dtype.itemsize
     if apart:
-        scatter = lambda x, dim: jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+        def scatter(x: jax.Array, dim: int) -> jax.Array:
+            if narrow(x):
+                return _sum_of_narrow(x, dim, axis, sent)
+            return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
         add = lambda x, dim: jax.lax.psum(x, axis) if dim < 0 else scatter(x, dim)
         return jax.tree.map(add, arrays, dims)
     leaves, structure = jax.tree.flatten(arrays)
@@ -70,11 +85,12 @@ def reduce_scatter(
     whole = [x.reshape(-1) for x, dim in zip(leaves, cut, strict=True) if dim < 0]
     if rows:
         bucket = _bucket(rows)
-        mine = (
-            _sum_by_ring(bucket, axis)
-            if by_ring
-            else jax.lax.psum_scatter(bucket, axis, scatter_dimension=0)
-        )
+        if narrow(bucket):
+            mine = _sum_of_narrow(bucket, 0, axis, sent)[0]
+        elif by_ring:
+            mine = _sum_by_ring(bucket, axis)
+        else:
+            mine = jax.lax.psum_scatter(bucket, axis, scatter_dimension=0)
         shards = _divide(mine[None], [x.shape[1] for x in rows])
     if whole:
         sums = _divide(jax.lax.psum(_bucket(whole), axis)[None], [x.size for x in whole])
@@ -98,6 +114,18 @@ def _gather_by_sum(row: jax.Array, axis: str) -> jax.Array:
     sent = jnp.where(is_other, bits[None], 0)
     other = jax.lax.psum_scatter(sent, axis, scatter_dimension=0)
     return jax.lax.bitcast_convert_type(jnp.where(is_other, other[None], bits[None]), row.dtype)
+
+
+def _sum_of_narrow(x: jax.Array, dim: int, axis: str, sent: str | None) -> jax.Array:
+    """Does what a tiled `psum_scatter` does, of numbers that cross in a narrower dtype.
+
+    Each number is rounded once, before it is sent. A reduce-scatter of narrow numbers would send as
+    many bytes, and round each partial sum besides.
+    """
+    size = jax.lax.axis_size(axis)
+    rows = jax.lax.all_to_all(x.astype(sent), axis, dim, dim, tiled=True)
+    shape = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+    return rows.reshape(shape).astype(x.dtype).sum(dim)
 
 
 def _sum_by_ring(rows: jax.Array, axis: str) -> jax.Array:

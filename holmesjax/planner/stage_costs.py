@@ -232,6 +232,7 @@ class StageCosts:
             waiting=in_flight.waiting,
             dtype=train.compute_dtype,
             param_dtype=train.param_dtype,
+            reduction_dtype=train.reduction_dtype,
             checkpointing=settings.checkpointing,
             recomputed=recomputed,
             logit_bytes=logit_bytes or self._logit_bytes,

@@ -124,6 +124,7 @@ class Chunk:
     has_statistics: bool = False  # whether steps have norms by kind of layer
     seed: int = 0  # of random numbers that layers draw
     param_dtype: str = "float32"  # of the parameters that are kept and updated
+    reduction_dtype: str = "float32"  # of gradients that cross `data`
     unproven: str | None = ops.UNCHECKED  # what the Pallas kernels lack for `auto`, if anything
     island: int | None = None  # whose plan `plan` is, in a run with islands
     before: int = 0  # chunks of the islands before it
@@ -453,12 +454,13 @@ class Chunk:
         """Gradients of the replicas, reduce-scattered over `data` into the master layout.
 
         Each layer is a bucket, reduced by one collective, and one more for what cannot be cut,
-        where XLA does not join collectives.
+        where XLA does not join collectives. What cannot be cut is small, and crosses in float32.
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims()
         told = {
             "by_ring": platforms.sums_by_ring(self.mesh, Axis.DATA),
+            "sent": self.reduction_dtype,
             "apart": platforms.joins_collectives(self.mesh),
         }
 

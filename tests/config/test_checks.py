@@ -392,6 +392,17 @@ train.rampup[0].global_batch: must be below the next batch, of 32
   found: 32
   fix: use 31 or less
 
+train.reduction_dtype=bfloat16
+train.reduction_dtype: must not round gradients more than train.compute_dtype rounds products, \
+float32
+  found: bfloat16
+  fix: use float32, or set train.compute_dtype to bfloat16
+
+train.reduction_dtype=bfloat16 train.compute_dtype=bfloat16 parallel.data=1
+train.reduction_dtype: is of gradients that cross `data`, and parallel.data is 1: none do
+  found: bfloat16
+  fix: use float32, or more replicas, or leave parallel.data to the planner
+
 train.eval_ema=true
 train.eval_ema: needs optimizer.ema_decay: without it there is no average of the weights
   found: True

@@ -96,6 +96,28 @@ def test_reduced_shards_are_those_of_the_sum(name, size, dtype):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("apart", [False, True])
+def test_narrow_numbers_are_rounded_once_and_summed_in_float32(size, apart):
+    """What cannot be cut is not rounded. A sum in bfloat16 would round the partial sums, too."""
+    _, dims, specs = make("some whole", size)
+    rng = np.random.default_rng(1)
+    draw = lambda entry: rng.normal(size=(size, *entry[0])).astype(np.float32)
+    values = jax.tree.map(draw, TREES["some whole"], is_leaf=is_entry)
+    run = lambda x: collectives.reduce_scatter(
+        jax.tree.map(lambda x: x[0], x), dims, "x", apart=apart, sent="bfloat16"
+    )
+    got = on_devices(run, size, P("x"), specs)(values)
+    for x, dim, y in zip(*map(jax.tree.leaves, (got, dims, values)), strict=True):
+        sent = y if dim < 0 or size == 1 else y.astype(jnp.bfloat16)
+        want = sent.astype(np.float64).sum(0)
+        np.testing.assert_allclose(np.asarray(x), want, rtol=0, atol=1e-6)
+    if size > 1:
+        text = str(jax.make_jaxpr(on_devices(run, size, P("x"), specs))(values))
+        assert text.count(" all_to_all[") == (2 if apart else 1)
+        assert " reduce_scatter[" not in text
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_a_bucket_is_one_array(name):
     values, dims, specs = make(name, 2)

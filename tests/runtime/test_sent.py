@@ -3,7 +3,9 @@
 The rows are in `tests/whole_steps.py`; `tests/runtime/test_whole_steps.py` runs the same programs.
 """
 
+import dataclasses
 import functools
+import re
 from collections import Counter
 from contextlib import nullcontext
 
@@ -89,6 +91,20 @@ def total_sent(programs, mesh) -> Counter:
 
 
 # ---- what is sent --------------------------------------------------------------------------------
+
+
+def test_gradients_may_cross_replicas_in_bfloat16():
+    """As JAX asks for it: XLA:CPU sends what it likes."""
+    [chunk] = make_chunks(make_model(), hand_made_plan((4,), 2, 2), dtype="bfloat16")
+    narrow = dataclasses.replace(chunk, reduction_dtype="bfloat16")
+    shapes = gradient_shapes(chunk)
+    crossing = lambda chunk: re.findall(
+        r":(\w+)\[[\d,]*\] = (all_to_all|reduce_scatter)\[",
+        str(jax.make_jaxpr(chunk.reduce)(shapes)),
+    )
+    assert set(crossing(narrow)) == {("bf16", "all_to_all")}
+    assert set(crossing(chunk)) == {("f32", "reduce_scatter")}
+    assert len(crossing(narrow)) == len(crossing(chunk)) == len(chunk.layers)
 
 
 def is_chunked_head(chunk) -> bool:
