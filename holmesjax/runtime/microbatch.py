@@ -225,8 +225,10 @@ def _gathered(
     def backward(residuals: tuple[Tree, Residuals], dy: Tree) -> tuple:
         params, saved = residuals
         # Or XLA could keep what `forward` gathered or computed, where both are in one program.
+        # What is kept without checkpointing need not wait: the gradient of a chunked head is part
+        # of it, and its reduction has the next layer to hide behind.
         # The barrier is around parameters in the compute dtype: XLA copies the arrays behind one.
-        again = (narrow(params), saved if policy else (), dy)
+        again = (narrow(params), saved if policy != "none" else (), dy)
         params, again, dy = jax.lax.optimization_barrier(again)
         dparams, *dargs = (again or saved).restore(gather(params))(dy)
         return None, constrain(dparams, shard_spec), *dargs

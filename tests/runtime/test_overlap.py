@@ -10,7 +10,9 @@ import re
 
 import jax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
+from holmesjax.config import KernelsConfig
 from holmesjax.costs.parameters import stage_parameters
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.plan.plan import Axis
@@ -221,6 +223,30 @@ def test_a_backward_goes_on_once_the_layer_before_is_reduced(schedule, later):
     [*_, queries] = sorted(len(before) for _, before in events)
     own = WEIGHTS - 3 + ATTENTION_BACKWARD  # but for queries, keys and values
     assert queries == 2 * (WEIGHTS + ATTENTION_BACKWARD) + own + later * WEIGHTS
+
+
+def test_no_backward_waits_for_the_gradient_of_a_chunked_head():
+    """But that of the layer before the last, as it waits for any layer's."""
+    model = make_model(num_layers=2, vocab_size=96)
+    kernels = KernelsConfig(attention="reference", cross_entropy="chunked")
+    plan = hand_made_plan((2,), 1, 1, fsdp=2, checkpointing="full")
+    [chunk] = make_chunks(model, plan, dtype="bfloat16", kernels=kernels)
+    run = functools.partial(microbatch.forward, chunk, chunk.state_shapes.fixed)
+    replicas, batch = replica_shapes(chunk), batch_shapes(chunk)
+    *_, saved = jax.eval_shape(run, replicas, None, batch)
+    assert (head := (model.width, 96)) in {x.shape for x in saved.arrays}
+    dloss = jax.ShapeDtypeStruct((), "float32")
+    arguments = replicas, saved, gradient_shapes(chunk), dloss
+    backward = functools.partial(microbatch.backward, chunk, chunk.state_shapes.fixed, weight=None)
+    barriers = equations(jax.make_jaxpr(backward)(*arguments), "optimization_barrier")
+    waiting = [{(x.aval.shape[-2:], str(x.aval.dtype)) for x in one.invars} for one in barriers]
+    assert sum((head, "float32") in arrays for arrays in waiting) == 1
+
+
+def equations(jaxpr, name):
+    found = [one for one in jaxpr.eqns if one.primitive.name == name]
+    inner = (part for one in jaxpr.eqns for part in jaxprs_in_params(one.params))
+    return found + [one for part in inner for one in equations(part, name)]
 
 
 def test_a_layer_waits_for_no_gather_but_its_own_and_those_before():
