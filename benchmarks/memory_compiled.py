@@ -226,14 +226,13 @@ def moments_of(programs: Programs, in_flight: int) -> dict[str, int]:
     return found
 
 
-def compile_here(number: int) -> None:
-    """In a process that sees the plugin: a line of JSON for each stage of a case."""
-    case = CASES[number]
-    model, plan = replace(MODELS[case.model], num_layers=case.num_layers), plan_of(case)
+def chunks_of(case: StageCase, model: ModelConfig) -> list[Chunk]:
+    """The stages of a case on H200s that need not be there."""
+    plan = plan_of(case)
     devices = described_devices(case.num_stages * case.mesh.num_devices)
     config = OptimizerConfig(learning_rate=1e-4, moments=case.moments)
-    for index, mesh in enumerate(build_meshes(plan, devices)):
-        chunk = Chunk(
+    return [
+        Chunk(
             model=model,
             plan=plan,
             index=index,
@@ -244,6 +243,15 @@ def compile_here(number: int) -> None:
             mask_documents=False,
             kernels=KernelsConfig(attention="pallas"),
         )
+        for index, mesh in enumerate(build_meshes(plan, devices))
+    ]
+
+
+def compile_here(number: int) -> None:
+    """In a process that sees the plugin: a line of JSON for each stage of a case."""
+    case = CASES[number]
+    model = replace(MODELS[case.model], num_layers=case.num_layers)
+    for index, chunk in enumerate(chunks_of(case, model)):
         shape = shape_of(case, index)
         items = memory.stage_memory_bytes(model, shape)
         if case.num_stages == 1:
