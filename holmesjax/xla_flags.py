@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import version
 
 # From JAX-Toolbox, docs/GPU_performance.md, less what is for loops over layers, which a stage does
-# not have. How much each brings is not measured here.
+# not have. `benchmarks.overlap_compiled` reads what each changes in a compiled step; how much time
+# each brings is not measured.
 GPU = {
     # Orders a program so that a collective starts early and what needs its result comes late.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
