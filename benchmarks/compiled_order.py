@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a program does in a step on one device."""
+    """The work and the collectives of a program on one device."""
 
     num_async: int = 0  # collectives with instructions between start and end
     num_bare: int = 0  # collectives that end where they start
@@ -63,7 +63,7 @@ class Overlap:
     exposed: tuple[tuple[str, float], ...] = ()  # name and seconds of each collective
 
     def times(self, number: int) -> "Overlap":
-        """Of a loop that runs the program that many times; it has its instructions once."""
+        """A loop that runs the program that many times; it has its instructions once."""
         return replace(
             self,
             compute_s=number * self.compute_s,
@@ -125,7 +125,7 @@ class Program:
         self._types = {one.name: one.type for own in self.computations.values() for one in own}
 
     def overlap(self, computation: str | None = None) -> Overlap:
-        """What a computation, by default the whole program, does; loops within it included."""
+        """The overlap of a computation, by default of the program; loops within it included."""
         found, now_s, link_s = Overlap(), 0.0, 0.0
         ends_s: dict[str, float] = {}
         begun_s: dict[str, float] = {}

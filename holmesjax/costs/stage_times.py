@@ -459,6 +459,19 @@ def _context_s(
     return forward_s + moved_s, backward_s + moved_s
 
 
+def _reduce_s(
+    stage: StageShape,
+    trained: Numbers,
+    data: Group | Groups | None,
+    implementation: Implementation,
+) -> Numbers:
+    """Seconds of a step in which gradients are summed over `data`."""
+    if stage.reduction_dtype == "float32":
+        return collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
+    # Each device sums what all send it (`collectives.reduce_scatter`).
+    return collective_times.all_to_all_s(DTYPE_BYTES[stage.reduction_dtype] * trained, data)
+
+
 def stage_times(
     model: ModelConfig,
     stage: StageShape,
@@ -513,11 +526,7 @@ def stage_times(
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, (fsdp, context, expert), implementation)
     forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
-    if stage.reduction_dtype == "float32":
-        reduce_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
-    else:  # each device sums what all send it (`collectives.reduce_scatter`)
-        width = DTYPE_BYTES[stage.reduction_dtype]
-        reduce_s = collective_times.all_to_all_s(width * trained, data)
+    reduce_s = _reduce_s(stage, trained, data, implementation)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)
     exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
     if implementation.overlaps:

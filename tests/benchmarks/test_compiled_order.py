@@ -1,4 +1,4 @@
-"""What collectives hide behind, worked by hand for a program of a few instructions."""
+"""The overlap of a program of a few instructions, worked by hand."""
 
 import pytest
 

@@ -94,7 +94,7 @@ def total_sent(programs, mesh) -> Counter:
 
 
 def test_gradients_may_cross_replicas_in_bfloat16():
-    """As JAX asks for it: XLA:CPU sends what it likes."""
+    """The program as JAX asks for it: XLA:CPU sends what it likes."""
     [chunk] = make_chunks(make_model(), hand_made_plan((4,), 2, 2), dtype="bfloat16")
     narrow = dataclasses.replace(chunk, reduction_dtype="bfloat16")
     shapes = gradient_shapes(chunk)
