@@ -13,9 +13,6 @@ from importlib.metadata import version
 GPU = {
     # Orders a program so that a collective starts early and what needs its result comes late.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
-    # Small collectives may be joined whatever dims their arrays are cut along: those of `fsdp`.
-    "xla_gpu_enable_all_gather_combine_by_dim": "false",
-    "xla_gpu_enable_reduce_scatter_combine_by_dim": "false",
     # A process whose program is in its cache has no part in tuning it: others would wait for that.
     "xla_gpu_shard_autotuning": "false",
 }

@@ -99,7 +99,7 @@ def test_reduced_shards_are_those_of_the_sum(name, size, dtype):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("apart", [False, True])
 def test_narrow_numbers_are_rounded_once_and_summed_in_float32(size, apart):
-    """Arrays that cannot be cut are not rounded. A sum in bfloat16 would round partial sums, too."""
+    """Arrays that cannot be cut are not rounded. In bfloat16, partial sums would be, too."""
     _, dims, specs = make("some whole", size)
     rng = np.random.default_rng(1)
     draw = lambda entry: rng.normal(size=(size, *entry[0])).astype(np.float32)
