@@ -458,18 +458,17 @@ class Chunk:
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims()
-        told = {
-            "by_ring": platforms.sums_by_ring(self.mesh, Axis.DATA),
-            "sent": self.reduction_dtype,
-            "apart": platforms.joins_collectives(self.mesh),
-        }
+        scatter = functools.partial(
+            collectives.reduce_scatter,
+            axis=Axis.DATA,
+            by_ring=platforms.sums_by_ring(self.mesh, Axis.DATA),
+            apart=platforms.joins_collectives(self.mesh),
+            sent=self.reduction_dtype,
+        )
 
         def reduce_local(local: Tree) -> Tree:
             own = jax.tree.map(lambda x: x[0], local)
-            return {
-                name: collectives.reduce_scatter(x, dims[name], Axis.DATA, **told) if x else {}
-                for name, x in own.items()
-            }
+            return {name: scatter(x, dims[name]) if x else {} for name, x in own.items()}
 
         return self.on_shards(reduce_local, (replica_specs,), master_specs)(gradients)
 
