@@ -154,19 +154,25 @@ class Mistakes(HolmesError):
         Exception.__init__(self, "\nerror: ".join(texts))
 
 
-def raise_if_passing(error: BaseException) -> None:
+def raise_if_passing(error: BaseException, path: object = None) -> None:
     """Raises the `PeerError` of a failed call of the system that may work when it is done again.
 
     Whoever reads a record calls this first: what a file server cannot give now is no damage, and
     nobody is to be told to remove it. A file that is not there stays a case of its own.
+
+    Args:
+      error: of the call, or of what the call has read.
+      path: the file or folder, where the error of the system may not have it.
     """
     stays = (*FINAL, errno.ENOENT, None)  # Python's own errors of broken content have no number
     if isinstance(error, OSError) and error.errno not in stays:
-        raise of_system(error) from None
+        raise of_system(error, path) from None
 
 
-def of_system(error: OSError) -> HolmesError:
+def of_system(error: OSError, path: object = None) -> HolmesError:
     """Returns the error of a call of the operating system that has failed, with its path.
+
+    The path is that of the error, or else the one that is given.
 
     A disk has room again and a file server comes back, so it is a `PeerError`, unless its number is
     of `FINAL`.
@@ -175,12 +181,12 @@ def of_system(error: OSError) -> HolmesError:
     ... # doctest: +ELLIPSIS
     'runs/a/config.yaml: cannot be read or written\\n  found: No space left on device\\n  fix: ...'
     """
-    names = [error.filename2, error.filename]
-    path = next((str(name) for name in names if name is not None), "a file or a connection")
+    names = [error.filename2, error.filename, path]
+    where = next((str(name) for name in names if name is not None), "a file or a connection")
     found = error.strerror or str(error) or type(error).__name__
     problem = "cannot be read or written"
     if error.errno in FINAL:
         fix = "move what is in its way, or permit this user to read and write it"
-        return HolmesError(path, problem, found=found, fix=fix)
+        return HolmesError(where, problem, found=found, fix=fix)
     fix = "make room on its disk, or see that its file system is there; then start it again"
-    return PeerError(path, problem, found=found, fix=fix)
+    return PeerError(where, problem, found=found, fix=fix)

@@ -582,6 +582,6 @@ def _unusable(folder: Path, error: OSError) -> HolmesError:
         fix = "use a run.dir on another one: a local disk, NFS or Lustre, say"
     elif error.errno != errno.EROFS or (folder / EPOCH).exists():
         # A file system that is read-only at the first start is a mistake; later it has failed.
-        raise_if_passing(error)
+        raise_if_passing(error, folder)
     path = error.filename2 or error.filename or folder
     return ConfigError("run.dir", problem, found=f"{path}: {error.strerror}", fix=fix)

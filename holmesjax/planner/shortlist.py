@@ -178,7 +178,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
     if not found:
         return None
     ranges, task_s, fixed_load_s, layer_load_s = problem.ranges, [], [], []
-    mean = functools.partial(np.average, axis=0, weights=ranges.load_shares)
+    mean = lambda rows: np.average(np.array(rows), axis=0, weights=ranges.load_shares)
     for kind, load in enumerate(ranges.loads):
         times = [
             stage_costs.many_times(pool, found, settings, ranges.unit(kind, n)) for n in (1, 2)
@@ -205,7 +205,7 @@ def _offers(problem: Problem, pool_index: int, settings: StepSettings) -> Offers
         layer_s=mean(task_s),
         fixed_load_s=mean(fixed_load_s),
         layer_load_s=mean(layer_load_s),
-        least_layer_s=np.min(task_s, axis=0),
+        least_layer_s=np.array(task_s).min(axis=0),
         room=room,
         most_room=most_room,
         way_s=np.min(ways_s, axis=0) if ways_s else np.zeros(len(found)),
@@ -239,7 +239,9 @@ def _rooms(
     [only], blocks = roles(1), ranges.counts(0, problem.num_layers)
     alone_bytes = many_bytes(found, settings, blocks, 1, only)
     usable_bytes, rows = problem.usable_bytes(pool_index), (fixed, layer, kept)
-    mean = [np.average(row, axis=0, weights=ranges.load_shares) for row in rows]
+    mean_fixed, mean_layer, mean_kept = (
+        np.average(row, axis=0, weights=ranges.load_shares) for row in rows
+    )
     fixed_bytes, layer_bytes, kept_bytes = (np.min(row, axis=0) for row in rows)
     spare_bytes = np.zeros(len(found))
     for role in roles(2):  # each has one neighbour, and so fewer buffers
@@ -249,7 +251,7 @@ def _rooms(
             spare_bytes = np.maximum(spare_bytes, plain - own)
     least = fixed_bytes - spare_bytes, layer_bytes, kept_bytes
     return (
-        Room(usable_bytes, *mean, alone_bytes),
+        Room(usable_bytes, mean_fixed, mean_layer, mean_kept, alone_bytes),
         Room(usable_bytes, *least, alone_bytes, alone_load=ranges.load),
     )
 

@@ -64,7 +64,7 @@ def max_in_flight(tasks: Sequence[Task], weights: Sequence[float] | None = None)
     >>> max_in_flight(tasks), max_in_flight(tasks, [0.75, 0.25]), max_in_flight(tasks, [0, 1])
     (3, 1.75, 1)
     """
-    last = "W" if any(task.kind == "W" for task in tasks) else "B"
+    last: TaskKind = "W" if any(task.kind == "W" for task in tasks) else "B"
     return _most(tasks, {"F": 1, "B": 0, "W": 0, last: -1}, weights)
 
 
