@@ -46,7 +46,7 @@ def test_a_killed_save_never_costs_the_newest_checkpoint(tmp_path, num_kills, ca
 
 
 @pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5400)
 def test_a_killed_upload_never_costs_the_newest_checkpoint(tmp_path, num_kills, monkeypatch, capfd):
     """Another machine restores all bytes of the newest checkpoint, which never becomes an older."""
     url, clock, newest, unfinished = "s3://killed/run", random.Random(), 0, 0

@@ -1,11 +1,15 @@
 """Two sites with nothing in common but a slow link: one refuses calls, and all is killed again and
-again. The losses are those of a run that nobody has disturbed."""
+again. The losses are those of a run that nobody has disturbed.
+
+Site b is behind a router that translates its addresses, where `nft` is there; else behind a
+firewall alone."""
 
 import contextlib
 import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +23,9 @@ from tests.jobs import ROOT, compiling_as_here, run_launch, write_run
 from tests.labs import needs_lab
 
 CLUSTERS = {"a": (1,), "b": (1,)}
-ADDRESSES = {"a": "10.9.1.1", "b": "10.9.1.2"}
+ADDRESSES = {"a": "10.9.1.1", "b": "10.9.1.2"}  # on the link, as the other site sees them
+BEHIND = "10.9.2.2"  # of site b, behind its router
+NFT = shutil.which("nft")
 LISTEN = "10.9.1.1:7000"
 KILLS = 20
 STEPS_EACH = 8  # more than a start takes between its checkpoint and its end
@@ -30,7 +36,7 @@ SETTINGS = [
     "checkpoint.every=2",
     "distributed.calls_out=[b]",
 ]
-HANG_S = 120
+HANG_S = 300
 RATE = "20mbit burst 20kb latency 100ms"
 # A first packet of a connection, SYN without ACK, does not get into site b.
 NO_CALLS = "u32 match ip protocol 6 0xff match u8 0x02 0x12 at nexthdr+13"
@@ -48,25 +54,60 @@ class Sites:
             gone = ["ip", "netns", "del", self.lab + name]
             stack.callback(subprocess.run, gone, check=False, capture_output=True)
         stack.callback(self.kill)
-        a, b = (self.lab + name for name in CLUSTERS)
-        lines = [f"ip netns add {a}", f"ip netns add {b}"]
-        lines += [f"ip -n {a} link add wan type veth peer name wan netns {b}"]
-        for name, address in ADDRESSES.items():
-            there = self.lab + name
+        script = "\n".join(self.with_router() if NFT else self.with_firewall())
+        subprocess.run(["sh", "-ec", script], check=True)
+
+    def linked(self, there):
+        """Lines that join site a and the namespace in which the link ends for site b."""
+        a = self.lab + "a"
+        lines = [f"ip netns add {a}", f"ip netns add {self.lab}b"]
+        lines += [f"ip netns add {there}"] * (there != f"{self.lab}b")
+        lines += [f"ip -n {a} link add wan type veth peer name wan netns {there}"]
+        for space, address in zip((a, there), ADDRESSES.values(), strict=True):
             lines += [
-                f"ip -n {there} addr add {address}/24 dev wan",
-                f"ip -n {there} link set wan up",
-                f"ip -n {there} link set lo up",
-                f"tc -n {there} qdisc add dev wan root tbf rate {RATE}",
+                f"ip -n {space} addr add {address}/24 dev wan",
+                f"ip -n {space} link set wan up",
+                f"ip -n {space} link set lo up",
+                f"tc -n {space} qdisc add dev wan root tbf rate {RATE}",
             ]
-        lines += [
+        return lines
+
+    def with_firewall(self):
+        b = self.lab + "b"
+        return [
+            *self.linked(b),
             f"ip -n {b} link add void type veth peer name nowhere",
             f"ip -n {b} link set void up",
             f"ip -n {b} link set nowhere up",
             f"tc -n {b} qdisc add dev wan ingress",
             f"tc -n {b} filter add dev wan parent ffff: protocol ip {NO_CALLS}",
         ]
-        subprocess.run(["sh", "-ec", "\n".join(lines)], check=True)
+
+    def with_router(self):
+        """The router gives what leaves site b its own address, and drops calls from outside."""
+        b, router = self.lab + "b", self.lab + "r"
+        gone = ["ip", "netns", "del", router]
+        self._stack.callback(subprocess.run, gone, check=False, capture_output=True)
+        rules = [
+            "add table ip nat",
+            "add chain ip nat out { type nat hook postrouting priority 100; }",
+            "add rule ip nat out oifname wan masquerade",
+            "add chain ip nat in { type filter hook input priority 0; }",
+            "add rule ip nat in iifname wan ct state new drop",
+        ]
+        inside = f"ip netns exec {router}"
+        return [
+            *self.linked(router),
+            f"ip -n {router} link add lan type veth peer name lan netns {b}",
+            f"ip -n {router} addr add 10.9.2.1/24 dev lan",
+            f"ip -n {router} link set lan up",
+            f"ip -n {b} addr add {BEHIND}/24 dev lan",
+            f"ip -n {b} link set lan up",
+            f"ip -n {b} link set lo up",
+            f"ip -n {b} route add default via 10.9.2.1",
+            f"{inside} sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'",
+            *(f"{inside} {NFT} '{rule}'" for rule in rules),
+        ]
 
     def start(self, site, words, name, **env):
         """Starts a verb at a site, which does not see the folder of the other site."""
@@ -118,7 +159,8 @@ class Sites:
             time.sleep(0.02)
         key = key_file.read_text()
         of_all = {"HOLMES_CONTROLLER": LISTEN, "HOLMES_KEY": key}
-        for number, (site, address) in enumerate(ADDRESSES.items()):
+        own_addresses = ADDRESSES | ({"b": BEHIND} if NFT else {})
+        for number, (site, address) in enumerate(own_addresses.items()):
             verb, own = "worker", {"HOLMES_PROCESS": str(number)}
             own["HOLMES_ADDRESSES"] = json.dumps({"ethernet": [address]})
             if site == "b" and "parallel.clusters=[a]" in words:
