@@ -6,6 +6,7 @@ fast as `checkpoint.scrub` allows. Nothing is set aside here: a start does that 
 find damage.
 """
 
+import functools
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Self
 from holmesjax.checkpoints import manifest, second_reading
 from holmesjax.liveness.helper_process import StoppedError
 
+AGAIN_S, LOOK_S = 60.0, 0.2  # until damage is looked for again; between two looks for the end
 FIELD = "damaged_step"  # in the record of a step: that of a checkpoint which was found damaged
 
 
@@ -92,12 +94,13 @@ class Scrub:
         away = manifest.elsewhere(checkpoint)
         here = [part for part in parts if part not in away]
         try:
-            for _ in range(2):  # what a disk cannot give for a moment is no damage
-                done = second_reading.read_again(
-                    checkpoint, here, mb_per_s=self._mb_per_s, pause=self._pause
-                )
-                if done.status != second_reading.DAMAGED:
-                    break
+            read = functools.partial(
+                second_reading.read_again, checkpoint, here, mb_per_s=self._mb_per_s
+            )
+            done = read(pause=self._pause)
+            if done.status == second_reading.DAMAGED:
+                self._wait(AGAIN_S)  # what a disk or a server cannot give for a moment is no damage
+                done = read(pause=self._pause)
         except StoppedError:
             return
         except OSError as error:
@@ -112,6 +115,11 @@ class Scrub:
         elif done.status != 0:
             why = done.last_line or f"status {done.status}"
             self._say(f"warning: the checkpoint after step {step} is not read again: {why}")
+
+    def _wait(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            self._pause(LOOK_S)
 
     def _pause(self, seconds: float) -> None:
         if self._is_closed:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from holmesjax.checkpoints import manifest, second_reading
+from holmesjax.checkpoints import manifest, scrub as scrubbing, second_reading
 from holmesjax.checkpoints.scrub import FIELD, Scrub
 from holmesjax.liveness.helper_process import Ended
 from tests.written_checkpoints import flip_a_byte, write
@@ -18,7 +18,8 @@ def checkpoint(tmp_path):
     return found
 
 
-def test_a_byte_that_the_disk_has_lost_is_told_and_recorded_once(checkpoint, tmp_path):
+def test_a_byte_that_the_disk_has_lost_is_told_and_recorded_once(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(scrubbing, "AGAIN_S", 0.0)
     sizes = {name: x["bytes"] for name, x in checkpoint.manifest["files"].items()}
     flip_a_byte(checkpoint.path / max(sizes, key=sizes.__getitem__))
     said = []
@@ -41,9 +42,11 @@ def test_a_read_error_that_passes_is_no_alarm(checkpoint, tmp_path, monkeypatch)
     answers = [second_reading.DAMAGED, 0, second_reading.DAMAGED, second_reading.DAMAGED]
     ended = lambda *_, **__: Ended(answers.pop(0), "x")
     monkeypatch.setattr(second_reading, "read_again", ended)
-    said = []
+    said, waited_s = [], []
     scrub = Scrub(tmp_path, 1.0, said.append)
+    monkeypatch.setattr(scrub, "_wait", waited_s.append)
     scrub._read(checkpoint.step)
+    assert waited_s == [60.0]  # a server that is away for seconds is back
     assert (said, scrub.all_damaged()) == ([], [])
     scrub._read(checkpoint.step)
     assert scrub.all_damaged() == [checkpoint.step]
