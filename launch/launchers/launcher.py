@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -128,6 +128,25 @@ def leaving(number: int) -> int:
     A scheduler starts the run again, unless the signal was a person's Ctrl-C.
     """
     return 128 + number if number == signal.SIGINT else REQUEUE
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP raise SystemExit, for what must be taken away at the end.
+
+    `nohup` stays what it is. Only the main thread may enter.
+    """
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    old = {number: signal.signal(number, leave) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:

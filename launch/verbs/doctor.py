@@ -37,7 +37,7 @@ from holmesjax.transport import addresses
 from launch import writable_outputs
 from launch.launchers import table
 from launch.launchers.agents import ANSWER_S, Agents
-from launch.launchers.launcher import Launcher
+from launch.launchers.launcher import Launcher, unwinding
 from launch.workers import pool_of
 
 S = TypeVar("S")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, launcher: Launcher | None = None) -> int:
     has_gpus = not is_simulated and job.topology.device_kinds != {"cpu"}
     launcher = launcher or table.make(kind, job.topology, args)
     writable_outputs.make_folder(job.run_dir, "run.dir")
-    with Agents(job.topology, launcher, job.run_dir) as agents:
+    with unwinding(), Agents(job.topology, launcher, job.run_dir) as agents:
         found = [_missing(node, why) for node, why in agents.missing.items()]
         if agents.nodes:
             is_rehearsal = is_simulated or kind.is_here

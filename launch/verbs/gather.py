@@ -28,6 +28,7 @@ from holmesjax.plan.processes import node_processes
 from holmesjax.transport import connections
 from holmesjax.transport.admission import Admission
 from launch.launchers import table
+from launch.launchers.launcher import unwinding
 from launch.verbs.verify import chosen
 from launch.workers import start_stores
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if not places.is_url(args.to) and target.resolve() == run_dir.resolve():
         fix = "name another folder, or a URL of a store"
         raise ConfigError("--to", "is the run folder itself", found=args.to, fix=fix)
-    with _stores(jobs.load_saved(run_dir), found, args) as read:
+    with unwinding(), _stores(jobs.load_saved(run_dir), found, args) as read:
         _write_all(target, run_dir, found, read)
     print(f"gathered    step {found.step}: {args.to}")
     return 0

@@ -5,12 +5,10 @@ import importlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from holmesjax import config as configs
@@ -24,6 +22,7 @@ from holmesjax.topology.machines import Node, Topology
 from launch.lab_machine import namespaces
 from launch.lab_machine.counters import Counters
 from launch.lab_machine.injector import Injector
+from launch.launchers.launcher import unwinding
 
 # One core's rate of products, as NumPy's library does them: the best of five.
 MEASURE = """
@@ -80,24 +79,19 @@ class _Watch:
 
 
 def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]) -> int:
-    old = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with namespaces.built(commands):
-            if command.verb == "profile":
-                return _profile(commands, command)
-            launcher = namespaces.LabLauncher(commands)
-            # Imported here: `probe` draws, which is slow to import.
-            verb = importlib.import_module(f"launch.verbs.{command.verb}")
-            with Injector(commands, faults) as injector:
-                if command.verb == "probe":
-                    return int(verb.run(command, launcher, commands.lab.scale))
-                if command.verb == "doctor":
-                    return int(verb.run(command, launcher))
-                watch = _Watch(Counters(commands), injector, command.job.run_dir)
-                return int(verb.run(command, launcher, watch))
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    with unwinding(), namespaces.built(commands):
+        if command.verb == "profile":
+            return _profile(commands, command)
+        launcher = namespaces.LabLauncher(commands)
+        # Imported here: `probe` draws, which is slow to import.
+        verb = importlib.import_module(f"launch.verbs.{command.verb}")
+        with Injector(commands, faults) as injector:
+            if command.verb == "probe":
+                return int(verb.run(command, launcher, commands.lab.scale))
+            if command.verb == "doctor":
+                return int(verb.run(command, launcher))
+            watch = _Watch(Counters(commands), injector, command.job.run_dir)
+            return int(verb.run(command, launcher, watch))
 
 
 def _profile(commands: Commands, command: argparse.Namespace) -> int:
@@ -112,10 +106,6 @@ def _profile_words(command: argparse.Namespace, node: Node) -> list[str]:
     output = command.output or f"{node.device.name}_lab.yaml"
     overrides = [str(command.target), *command.overrides]
     return ["profile", *overrides, "--output", output, "--node", node.name]
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _clean(args: argparse.Namespace) -> int:

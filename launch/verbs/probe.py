@@ -52,7 +52,7 @@ from holmesjax.units import show
 from launch import writable_outputs
 from launch.launchers import table
 from launch.launchers.agents import ANSWER_S, Agents
-from launch.launchers.launcher import Launcher
+from launch.launchers.launcher import Launcher, unwinding
 
 SECTION = "measured"  # of the topology file
 CONNECT_S = 5.0  # for one connection
@@ -75,7 +75,7 @@ def run(
     writable_outputs.check_file(output, "--output")
     start_s = time.monotonic()
     print(f"probe       {len(topology.nodes)} nodes of {topology.name}", flush=True)
-    with Agents(topology, launcher, output.absolute().parent) as agents:
+    with unwinding(), Agents(topology, launcher, output.absolute().parent) as agents:
         session = _Session(topology, agents, scale or 1.0, on_cpu=stand_in is not None)
         session.measure(collectives=not args.no_collectives)
     if not session.speeds:

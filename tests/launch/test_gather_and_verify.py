@@ -1,8 +1,10 @@
 """`launch gather` and `launch verify` on checkpoints that are written here."""
 
 import argparse
+import contextlib
 import errno
 import os
+import signal
 
 import pytest
 
@@ -88,3 +90,24 @@ def test_a_flipped_byte_of_any_large_or_small_file_is_found(run_dir, capsys):
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match="has no checkpoint after step 7"):
         verify.run(argparse.Namespace(run_dir=run_dir, step=7))
+
+
+def test_a_signal_takes_away_the_key_file_of_a_gathering(run_dir, tmp_path, monkeypatch):
+    key_file, handler = tmp_path / "gather.key", signal.getsignal(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def waiting(*_):
+        with contextlib.ExitStack() as stack:
+            stack.callback(key_file.unlink)
+            key_file.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield pytest.fail
+
+    monkeypatch.setattr(gather.jobs, "load_saved", lambda run_dir: None)
+    monkeypatch.setattr(gather, "_stores", waiting)
+    args = argparse.Namespace(run_dir=str(run_dir), step=None, to=str(tmp_path / "to"))
+    with pytest.raises(SystemExit) as end:
+        gather.run(args)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert not key_file.exists()
+    assert signal.getsignal(signal.SIGTERM) is handler
