@@ -186,14 +186,7 @@ class _Agent:
             addresses={
                 fabric: [*addresses] for fabric, addresses in self._environment.addresses.items()
             },
-            twins=sorted(
-                {
-                    names[0]
-                    for addresses in self._environment.addresses.values()
-                    for address in addresses
-                    if (names := places.twins(address)) and not places.stays_on(names[0], address)
-                }
-            ),
+            twins=places.mixed_up(itertools.chain(*self._environment.addresses.values())),
         )
 
     def _check_kernels(self, question: CheckKernels) -> KernelFacts:

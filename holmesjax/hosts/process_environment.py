@@ -122,9 +122,10 @@ def addresses_by_fabric(
     what = '{"ethernet": ["10.0.0.1"]}, say'
     if text := env.get("HOLMES_ADDRESSES"):
         try:
-            return _FABRICS.validate_json(text)
+            given = _FABRICS.validate_json(text)
         except ValueError:
             raise _senseless(env, "HOLMES_ADDRESSES", what) from None
+        return {fabric: [*map(addresses.canonical, own)] for fabric, own in given.items()}
     host = find_host()
     found = discovery.addresses(host)
     if set(found) == {"local"}:

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -64,6 +64,16 @@ def parse(text: str) -> tuple[str, int]:
 def is_ip(text: str) -> bool:
     """Whether it is an address, and not the name of a host."""
     return _parsed(text) is not None
+
+
+def canonical(text: str) -> str:
+    """An address as the system spells it; the name of a host as it is.
+
+    >>> canonical("FD00:0:0::1"), canonical("fe80::0:4%eth0"), canonical("node-3")
+    ('fd00::1', 'fe80::4%eth0', 'node-3')
+    """
+    found = _parsed(text)
+    return text if found is None else str(found)
 
 
 def is_of_one_host(text: str) -> bool:
@@ -155,6 +165,19 @@ def twins(address: str, peer: str | None = None) -> tuple[str, ...]:
         if name not in names and any(other in network for other in others if other is not None):
             names.append(name)
     return tuple(names) if len(names) > 1 else ()
+
+
+def mixed_up(used: Iterable[str]) -> list[str]:
+    """The interfaces of addresses in use whose traffic another of them may carry.
+
+    They share a subnet, and the system's settings do not keep packets on their own interface.
+    """
+    of = {names[0]: (address, names) for address in used if (names := twins(address))}
+    return sorted(
+        name
+        for name, (address, names) in of.items()
+        if not stays_on(name, address) and any(other in names[1:] for other in of)
+    )
 
 
 def stays_on(device: str, address: str) -> bool:

@@ -159,7 +159,8 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
     seen: dict[str, str] = {}
     for i, host in enumerate(file.hosts):
         for fabric, addresses in host.addresses.items():
-            for j, address in enumerate(addresses):
+            spelled = [*map(network_addresses.canonical, addresses)]
+            for j, address in enumerate(spelled):
                 keys = ("hosts", i, "addresses", fabric, j)
                 if not network_addresses.is_of_one_host(address):
                     fix = "write an address such as 10.0.0.4, fd00::4 or fe80::4%eth0"
@@ -167,7 +168,7 @@ def _addresses_differ(document: Document, file: HostsEntry, _: Topology) -> Iter
                     if network_addresses.needs_scope(address):
                         problem = "is link-local, and lacks its interface behind %"
                     yield document.mistake(keys, problem, found=address, fix=fix)
-                elif address in addresses[:j]:
+                elif address in spelled[:j]:
                     fix = "remove one of the two"
                     yield document.mistake(keys, "is there twice", found=address, fix=fix)
                 elif seen.setdefault(address, host.node) != host.node:

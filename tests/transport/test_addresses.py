@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,3 +125,15 @@ def test_each_nic_of_a_subnet_carries_its_own_traffic(subnet, listens, called, s
     counters = [f"/sys/class/net/{nic}/statistics/tx_bytes" for nic in ("x0", "x1")]
     by_first, by_second = map(int, subnet("a", "cat", *counters).communicate()[0].split())
     assert by_first < SIZE / 10 < SIZE < by_second
+
+
+def test_nics_are_mixed_up_only_where_several_of_a_subnet_are_used(monkeypatch):
+    """Two interfaces are in one subnet, and the system's settings let either carry all traffic."""
+    entry = lambda address: SimpleNamespace(address=address, netmask="255.255.255.0")
+    nics = {"eth0": [entry("10.0.0.1")], "eth1": [entry("10.0.0.2")], "ib0": [entry("10.1.0.1")]}
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: nics)
+    monkeypatch.setattr(addresses, "stays_on", lambda device, address: False)
+    assert addresses.mixed_up(["10.0.0.1", "10.0.0.2", "10.1.0.1"]) == ["eth0", "eth1"]
+    assert addresses.mixed_up(["10.0.0.1", "10.1.0.1"]) == []
+    monkeypatch.setattr(addresses, "stays_on", lambda device, address: device == "eth0")
+    assert addresses.mixed_up(["10.0.0.1", "10.0.0.2"]) == ["eth1"]
