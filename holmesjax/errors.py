@@ -64,6 +64,20 @@ class DamagedError(CheckpointError):
     """A checkpoint that is not as it was written; an older one may be."""
 
 
+class GoneError(DamagedError):
+    """Checkpoints of which no store has some parts any more; an older one is whole."""
+
+    steps: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: CheckpointError, steps: Sequence[int]) -> "GoneError":
+        """The error about the checkpoints after some steps, of which the newest is named."""
+        fix = "start again with the same command: it goes on from an older checkpoint"
+        gone = cls(error.where, error.problem, found=error.found, fix=fix)
+        gone.steps = tuple(steps)
+        return gone
+
+
 class LeaseError(HolmesError):
     """A run folder that another process owns."""
 

@@ -29,7 +29,7 @@ from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
 from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan import mfu, pins, plan as plans
+from holmesjax.plan import mfu, pins, plan as plans, save_costs
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.refusals import refuse_empty_groups
@@ -208,6 +208,7 @@ class Job:
             *self._schedule(),
             *self._numbers(),
             *self._price(),
+            *save_costs.describe(self.config, self.topology, self.plan),
             f"run folder  {self._places()}",
         ]
 

@@ -79,6 +79,7 @@ from launch.workers import start_stores, start_workers
 
 KEY = "job.key"
 STORES_S = 60.0  # for processes to come that only have parts of a checkpoint
+MEMORY_S = 15.0  # for a partner's memory, which calls beside its process
 STACKS_S = 3.0  # for the stacks of a job without progress to come
 END_S = 30.0  # for processes to leave after the end
 LEAST_LEFT_S = 5.0  # that a job has to end in, however late it was asked to
@@ -190,7 +191,8 @@ class Attempt:
         own = [where["node"] for where in written.values() if not places.is_url(where["folder"])]
         nodes = set(own) - {p.node for p in self._processes}
         self._keepers = [p for p in node_processes(self._job.topology) if p.node in nodes]
-        wait_s = STORES_S if self._keepers else 0.0
+        wait_s = MEMORY_S if self._job.config.checkpoint.partner else 0.0
+        wait_s = STORES_S if self._keepers else wait_s
         if not self._launcher.sees_exits:  # somebody else starts them
             wait_s = self._config.start_timeout_s / 2
         return StoreHub(self._job.run_dir, self._processes, say, wait_s)

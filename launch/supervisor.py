@@ -13,6 +13,7 @@ from holmesjax.errors import (
     CrashError,
     DamagedError,
     FatalError,
+    GoneError,
     HolmesError,
     PeerError,
     SpikeError,
@@ -123,12 +124,13 @@ class Supervisor:
 
         Raises DamagedError if none is left, and PeerError where somebody else starts the processes.
         """
-        found = self._read_checkpoint()
+        steps = error.steps if isinstance(error, GoneError) else [self._read_checkpoint().step]
+        folders = [manifest.folder_of(self._job.run_dir, step) for step in steps]
         resume.find(
             self._job,
             self._allow,
             say,
-            {found.path: error},
+            dict.fromkeys(folders, error),
             owner=owner,
             pause=self._wait_to_see,
             fetches=True,
@@ -204,6 +206,8 @@ class Supervisor:
         """Lets another process read what one has found damaged; PeerError if that can read it."""
         try:
             return self._start_and_run(owner, restart)
+        except GoneError:
+            raise
         except DamagedError as error:
             found = self._read_checkpoint()
             say("another process reads the checkpoint once more")

@@ -16,13 +16,24 @@ class CopyProgress:
       total: its bytes.
       here: bytes of them that were there already.
       say: takes the lines.
+      bytes_per_s: of the link over which it comes; None: not known.
     """
 
-    def __init__(self, what: str, total: int, here: int, say: Callable[[str], object]):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        here: int,
+        say: Callable[[str], object],
+        bytes_per_s: float | None = None,
+    ):
         self.done, self._total, self._here = here, total, here
         self._what, self._say = what, say
         self._begin_s = self._told_s = time.monotonic()
         more = f", {units.show(here, 'B')} of them were here already" if here else ""
+        if bytes_per_s is not None:
+            left_s = (total - here) / bytes_per_s
+            more += f", {units.duration(left_s)} at the link's {units.show(bytes_per_s, 'b/s')}"
         say(f"{what}: {units.show(total, 'B')}{more}")
 
     def add(self, num_bytes: int) -> None:

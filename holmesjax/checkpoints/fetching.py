@@ -43,7 +43,9 @@ def fetch(
     advance: Callable[[], object],
     say: Callable[[str], object],
     *,
+    first: Collection[str] = (),
     again: bool = False,
+    bytes_per_s: float | None = None,
 ) -> None:
     """Brings the parts of a checkpoint here that are not here yet.
 
@@ -55,7 +57,9 @@ def fetch(
         raises OSError, ValueError and UnreadError; None: there is none.
       advance: called with each piece.
       say: takes lines that tell how far it is.
+      first: parts that are asked of `source` before a URL.
       again: brings those that are here, too; each stays until what has come is whole.
+      bytes_per_s: of the link over which parts come; None: not known.
 
     Raises PeerError if a part cannot be fetched now, and DamagedError if a file of a part at a URL
     has not come as it was written, twice.
@@ -70,14 +74,18 @@ def fetch(
         return
     names = ", ".join(copy.part for copy in copies)
     total, begun = sum(copy.num_bytes for copy in copies), sum(copy.begun() for copy in copies)
-    progress = CopyProgress(f"fetching {names}", total, begun, say)
+    progress = CopyProgress(f"fetching {names}", total, begun, say, bytes_per_s)
     for copy in copies:
         with _only_one(copy, advance):
             if copy.part not in here():
                 upload = uploads_of(checkpoint).get(copy.part)
-                sources = [functools.partial(_of_upload, upload, copy.step)] if upload else []
+                at_url: list[Source] = []
+                if upload:
+                    at_url = [functools.partial(_of_upload, upload, copy.step)]
+                other = [source] if source else []
+                sources = [*other, *at_url] if copy.part in first else [*at_url, *other]
                 try:
-                    _fetch_part(copy, [*sources, *filter(None, [source])], progress, advance)
+                    _fetch_part(copy, sources, progress, advance)
                 except stores.ChangedError as error:
                     if upload is None:
                         raise _unfetched(copy, "cannot be fetched", error) from None

@@ -14,6 +14,7 @@ error. So a reader of arrays compares their digests (`checkpoint`). This module 
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -28,7 +29,14 @@ from types import MappingProxyType
 from typing import Any
 
 from holmesjax.checkpoints import committed
-from holmesjax.errors import FINAL, CheckpointError, DamagedError, PeerError, raise_if_passing
+from holmesjax.errors import (
+    FINAL,
+    CheckpointError,
+    DamagedError,
+    GoneError,
+    PeerError,
+    raise_if_passing,
+)
 from holmesjax.files import json_text, places, regular_files
 from holmesjax.files.whole_files import write_whole
 
@@ -209,6 +217,8 @@ def verify(checkpoint: Checkpoint) -> None:
             return damaged(checkpoint, name, "is missing", "no such file")
         except OSError as error:
             return damaged(checkpoint, name, "is damaged: it cannot be read", error.strerror)
+        if found["sha256"] is None:  # its arrays have digests
+            found["sha256"] = files[name]["sha256"]
         if found == files[name]:
             return None
         what = "bytes" if found["bytes"] != files[name]["bytes"] else "sha256"
@@ -241,6 +251,7 @@ def newest(
     confirm: Callable[[Checkpoint, DamagedError], None] = lambda checkpoint, error: None,
     pause: Callable[[float], object] = time.sleep,
     fetches: bool = False,
+    has_partner: bool = False,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, as far as is seen without reading arrays.
 
@@ -254,6 +265,8 @@ def newest(
       confirm: returns if another process finds damage, too (`second_reading`).
       pause: waits for some seconds; what it raises ends a wait of a minute.
       fetches: whether parts may be in other stores, which processes then fetch.
+      has_partner: whether that may be the memory of a partner, so that only the damaged part of a
+        checkpoint is set aside.
 
     Raises CheckpointError if all are damaged, or the newest is gone; nothing is renamed.
     """
@@ -271,8 +284,13 @@ def newest(
             if move and candidate.path not in known:
                 warn(f"{error.where}: {error.problem}; another process reads it once more")
                 confirm(candidate, error)
-            bad.append((candidate, error))
-            continue
+            part = damaged_part(candidate, error)
+            may_be_there = has_partner and part in candidate.manifest.get("stores", {})
+            if not (move and part and may_be_there) or isinstance(error, GoneError):
+                bad.append((candidate, error))
+                continue
+            set_part_aside(candidate, part)
+            warn(f"warning: {error.where}: {error.problem}; a partner may have it in memory")
         if move:
             check()
             _note(run_dir, candidate.step)
@@ -376,21 +394,25 @@ def begin(run_dir: str | Path, step: int) -> Path:
     return path
 
 
-def files_of(path: Path, stage: int) -> Files:
-    """The facts of a part's files, by their names in the checkpoint; reads the small ones."""
+def files_of(path: Path, stage: int, *, reads_all: bool = False) -> Files:
+    """The facts of a part's files, by their names in the checkpoint.
+
+    Only small files are read, and have a SHA-256, unless `reads_all`.
+    """
     files = sorted(file for file in (path / part_name(stage)).rglob("*") if file.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
-        described = pool.map(_describe, files)
+        described = pool.map(functools.partial(_describe, reads_all=reads_all), files)
         return {
             file.relative_to(path).as_posix(): what
             for file, what in zip(files, described, strict=True)
         }
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe(path: Path, *, reads_all: bool = False) -> dict[str, Any]:
     size = path.stat().st_size
     has_arrays = path.parent.name == DATA and size > SMALL_BYTES
-    return {"bytes": size, "sha256": None if has_arrays else sha256_of(path)}
+    is_read = reads_all or not has_arrays
+    return {"bytes": size, "sha256": sha256_of(path) if is_read else None}
 
 
 def sha256_of(path: Path) -> str:

@@ -268,6 +268,7 @@ def find(
         confirm=functools.partial(second_reading.confirm, pause=pause, say=warn),
         pause=pause,
         fetches=fetches,
+        has_partner=fetches and job.config.checkpoint.partner,
     )
     changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
     start = Start(

@@ -127,6 +127,18 @@ def name_in(step: int, file: str) -> str:
     return f"{manifest.FOLDER}/step_{step:08d}/{file}"
 
 
+def step_and_part(name: str) -> tuple[int, str]:
+    """The step and the part of a checkpoint's file, by its name in the run folder; else 0 and "".
+
+    >>> step_and_part("checkpoints/step_00000100/part_1/d/a1"), step_and_part("plan.yaml")
+    ((100, 'part_1'), (0, ''))
+    """
+    if not _OF_CHECKPOINT.fullmatch(name):
+        return 0, ""
+    _, folder, file = name.split("/", 2)
+    return int(folder.removeprefix("step_")), manifest.part_of(file)
+
+
 def name_at_url(step: int, file: str, start: str) -> str:
     """The name of a checkpoint's file at a URL, where each start writes into a folder of its own.
 

@@ -127,6 +127,7 @@ class Writer:
       check: called before anything is written; raises where another job owns the run by now.
       mirror: also has parts before `saved` is told of them.
       advance: called again and again while parts are brought to the mirror.
+      reads_all: whether each file gets a SHA-256, for whoever copies it.
     """
 
     def __init__(
@@ -138,7 +139,10 @@ class Writer:
         check: Callable[[], None] = lambda: None,
         mirror: Mirror | None = None,
         advance: Callable[[], object] = lambda: None,
+        *,
+        reads_all: bool = False,
     ):
+        self._reads_all = reads_all
         self._check, self._mirror, self._advance = check, mirror, advance
         self._run_dir, self._chunks = Path(run_dir), chunks
         self._saved, self._failed = saved, failed
@@ -204,7 +208,7 @@ class Writer:
         files: manifest.Files = {}
         with self._failing(step):
             for chunk in self._chunks:
-                files |= manifest.files_of(path, chunk.number)
+                files |= manifest.files_of(path, chunk.number, reads_all=self._reads_all)
                 whole_files.sync_below(path / manifest.part_name(chunk.number))
             for folder in (path, path.parent):  # the names, too, before the manifest says so
                 whole_files.sync(folder)

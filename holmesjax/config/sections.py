@@ -233,6 +233,9 @@ class CheckpointConfig:
     # MB/s at which each store reads its newest checkpoint again from the disk, while the run goes
     # on, and compares it with what was written. None: nothing is read before a start does.
     scrub: Positive | None = None
+    # Whether nodes of another cluster keep a copy of the newest checkpoint in their memory, from
+    # which a start takes what the disks have lost. It is made after each save.
+    partner: Flag = False
 
     def __post_init__(self) -> None:
         refuse_mistakes(checkpoint=self)

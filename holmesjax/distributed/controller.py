@@ -383,7 +383,12 @@ class Controller:
         words = {
             stage: connections.pack(
                 encode(
-                    JobStart(coordinator=coordinator, resume=self._resume, unproven=unproven[stage])
+                    JobStart(
+                        coordinator=coordinator,
+                        resume=self._resume,
+                        unproven=unproven[stage],
+                        in_memory=self._hub.in_memory() if self._hub else [],
+                    )
                 )
             )
             for stage, coordinator in coordinators.items()

@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 12
+PROTOCOL = 13
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -240,12 +240,14 @@ class JobStart(Record):
     """All members have come; the coordinator of the member's stage, and the step to resume.
 
     `unproven` is what all members of the stage go by: that of one which has something to say.
+    `in_memory` has the parts of the checkpoint that partners have.
     """
 
     kind = "start"
     coordinator: Any
     resume: int
     unproven: str | None
+    in_memory: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)

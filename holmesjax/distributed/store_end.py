@@ -53,6 +53,9 @@ class OwnStore:
       key: of the job.
     """
 
+    in_memory = False  # whether it is a partner's memory
+    is_copying = False  # whether that makes a copy
+
     def __init__(
         self,
         folder: Path,
@@ -75,6 +78,7 @@ class OwnStore:
             node=self._node,
             folder=places.shown(self.folder),
             serves=serves,
+            in_memory=self.in_memory,
         )
         address, port = self._controller
         connection = connections.connect(
@@ -142,10 +146,12 @@ class OwnStore:
                         parts=parts, steps=stores.committed_steps(self.folder)
                     )
                 case Keep(steps=steps, last=last, dropped=dropped):
-                    lacking = stores.keep(self.folder, steps, last, dropped)
-                    if self.mirror:
-                        self.mirror.follow(self.folder, steps, last, dropped)
-                    answer = KeptSteps(lacking=lacking, damaged=self._scrub.all_damaged())
+                    lacking = self._keep(steps, last, dropped)
+                    answer = KeptSteps(
+                        lacking=lacking,
+                        damaged=self._scrub.all_damaged(),
+                        is_copying=self.is_copying,
+                    )
                 case PutManifest(step=step, text=text):
                     self._put(step, text)
                     answer = Put()
@@ -154,6 +160,12 @@ class OwnStore:
         except (OSError, ValueError, KeyError, TypeError) as error:
             answer = Unanswered(problem=f"{self._node}: {error}")
         connection.send(encode(answer))
+
+    def _keep(self, steps: Collection[int], last: int, dropped: Collection[int]) -> list[int]:
+        lacking = stores.keep(self.folder, steps, last, dropped)
+        if self.mirror:
+            self.mirror.follow(self.folder, steps, last, dropped)
+        return lacking
 
     def _put(self, step: int, text: str) -> None:
         path = manifest.folder_of(self.folder, step)
@@ -191,6 +203,9 @@ class OwnStore:
         parts: Collection[str],
         advance: Callable[[], object],
         say: Callable[[str], object],
+        *,
+        in_memory: Collection[str] = (),
+        bytes_per_s: float | None = None,
     ) -> None:
         """Brings the parts of a checkpoint here that are not here yet.
 
@@ -199,10 +214,21 @@ class OwnStore:
           parts: their names.
           advance: called with each piece.
           say: takes lines that tell how far it is.
+          in_memory: those that partners have, which need not come from a URL.
+          bytes_per_s: of the link over which parts come; None: not known.
 
         Raises PeerError if a part cannot be fetched now.
         """
-        fetching.fetch(self.folder, checkpoint, parts, self._reader, advance, say)
+        fetching.fetch(
+            self.folder,
+            checkpoint,
+            parts,
+            self._reader,
+            advance,
+            say,
+            first=in_memory,
+            bytes_per_s=bytes_per_s,
+        )
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator["_Reader"]:

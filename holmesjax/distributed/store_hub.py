@@ -35,7 +35,7 @@ from holmesjax.distributed.store_messages import (
     Unanswered,
     UnansweredError,
 )
-from holmesjax.errors import CheckpointError, ConfigError, HolmesError, of_system
+from holmesjax.errors import CheckpointError, ConfigError, GoneError, HolmesError, of_system
 from holmesjax.files import places, regular_files
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections
@@ -146,7 +146,8 @@ class StoreHub:
         """
         calls = {store.process: store for store in self._stores}
         place = places.shown(self._folder)
-        if not places.is_url(place) and not any(number in calls for number in parts_of.values()):
+        is_here = not places.is_url(place) and calls.keys().isdisjoint(parts_of.values())
+        if is_here and not self._has_memory:  # else a part may be lost here, and in no manifest
             return {}
         here = {"id": self.id, "folder": place}
         told = lambda store: {
@@ -162,6 +163,15 @@ class StoreHub:
         }
         uploaded = lambda where: {"start": start} if places.is_url(where["folder"]) else {}
         return {part: where | uploaded(where) for part, where in entry.items()}
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether a node keeps copies for another cluster."""
+        return any(store.call.in_memory for store in self._stores)
+
+    def in_memory(self) -> list[str]:
+        """The parts of the checkpoint to resume that partners have."""
+        return sorted({part for x in self._stores if x.call.in_memory for part in x.parts})
 
     # ---- before a start ------------------------------------------------------------------------
 
@@ -221,7 +231,10 @@ class StoreHub:
                 for part in missing:
                     if part in unknown:  # its store may be back for the next start
                         raise of_system(unknown[part])
-                raise _nowhere(checkpoint, missing)
+                problem = _nowhere(checkpoint, missing)
+                if gone := self._gone(step):
+                    raise GoneError.of(problem, gone)
+                raise problem
             if not has_told:
                 has_told = True
                 self._say(f"stores      waiting for {', '.join(_places(checkpoint, missing))}")
@@ -229,6 +242,25 @@ class StoreHub:
         if keeps:
             self._refuse_newer(step)
             self._keep(ALL)
+
+    def _gone(self, step: int) -> list[int]:
+        """The steps from this one down to one that is somewhere whole; none if none is.
+
+        None either where no node keeps copies: whoever has the parts may only be late.
+        """
+        gone = [step]
+        for older in [x for x in manifest.find(self._folder) if x.step < step]:
+            files = older.manifest["files"]
+            held = {*stores.held(self._folder, older.step, files), *fetching.held_at_urls(older)[0]}
+            for store in self._stores:
+                with contextlib.suppress(OSError, ValueError, UnansweredError):
+                    answer, _ = store.ask(AskHeld(step=older.step, files=files))
+                    assert isinstance(answer, HeldParts), answer
+                    held |= set(answer.parts)
+            if held >= set(map(manifest.part_of, files)):
+                return gone if self._has_memory else []
+            gone.append(older.step)
+        return []
 
     def _held(self) -> set[str]:
         """All parts that are somewhere."""
@@ -291,20 +323,37 @@ class StoreHub:
         steps = [step for step, _ in manifest.finished(self._folder)]
         dropped = retention.set_aside(self._folder)
         resumed = [self._checkpoint.step] if self._checkpoint and last == ALL else []
-        for store in {s.call.id: s for s in self._stores if not s.is_lost}.values():
-            try:
+        all_stores = {store.call.id: store for store in self._stores if not store.is_lost}.values()
+        is_copying = False
+        for store in all_stores:
+            with self._warning(store):
                 answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
                 assert isinstance(answer, KeptSteps), answer
+                is_copying |= answer.is_copying
                 for step in answer.damaged:
                     if (store.call.id, step) not in self._damaged:  # it may be told again
                         self._damaged.add((store.call.id, step))
                         self.on_damage(step)
-                for step in sorted({*answer.lacking, *resumed}):
-                    path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
-                    text = regular_files.read_text(path)
-                    store.ask(PutManifest(step=step, text=text))
-            except (OSError, ValueError, UnansweredError) as error:
-                self._say(f"warning: {store.place} was not told of checkpoints: {error}")
+                if not store.call.in_memory:
+                    for step in sorted({*answer.lacking, *resumed}):
+                        self._put(store, step)
+        if is_copying or not steps:  # all partners copy the same step, and none goes on alone
+            return
+        for store in all_stores:
+            if store.call.in_memory:
+                with self._warning(store):
+                    self._put(store, max(steps))
+
+    def _put(self, store: _Store, step: int) -> None:
+        path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
+        store.ask(PutManifest(step=step, text=regular_files.read_text(path)))
+
+    @contextlib.contextmanager
+    def _warning(self, store: _Store) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, UnansweredError) as error:
+            self._say(f"warning: {store.place} was not told of checkpoints: {error}")
 
     # ---- pieces --------------------------------------------------------------------------------
 
@@ -343,16 +392,38 @@ class StoreHub:
         name, first, count = question.name, question.first, question.count
         if path.exists():
             yield functools.partial(stores.read_piece, self._folder, name, first, count)
-        step = self._checkpoint.step if self._checkpoint else None
-        uploads = fetching.uploads_of(self._checkpoint) if self._checkpoint else {}
-        for part, upload in uploads.items():
-            if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
-                found = self._mirrors.setdefault(upload.url, Mirror(upload.url))
-                yield functools.partial(upload.read_piece, found, step, name, first, count)
+        step, part = stores.step_and_part(name)
+        checkpoint = (
+            self._checkpoint if self._checkpoint and self._checkpoint.step == step else None
+        )
+        if checkpoint is None:  # one that was committed since, which a partner copies
+            yield from self._readers_of_new(question, step, part)
+            return
+        has_part = [store for store in list(self._stores) if part in store.parts]
+        ask = lambda store: lambda: store.ask(question)[1]
+        yield from (ask(store) for store in has_part if store.call.in_memory)
+        if upload := fetching.uploads_of(checkpoint).get(part):
+            yield self._reader_of(upload, question)
+        yield from (ask(store) for store in has_part if not store.call.in_memory)
+
+    def _readers_of_new(
+        self, question: AskPiece, step: int, part: str
+    ) -> Iterator[Callable[[], bytes]]:
+        """Yields the ways to read a piece where it was written: in a store, or at a URL."""
+        path = manifest.folder_of(self._folder, step)
+        checkpoint = manifest.at(path) if manifest.has_manifest(path) else None
+        where = checkpoint.manifest.get("stores", {}).get(part, {}) if checkpoint else {}
         for store in list(self._stores):
-            for part in store.parts:
-                if step is not None and name.startswith(stores.name_in(step, f"{part}/")):
-                    yield lambda store=store: store.ask(question)[1]  # type: ignore[misc]
+            if store.call.id == where.get("id"):
+                yield lambda store=store: store.ask(question)[1]  # type: ignore[misc]
+        if checkpoint and (upload := fetching.uploads_of(checkpoint).get(part)):
+            yield self._reader_of(upload, question)
+
+    def _reader_of(self, upload: fetching.Upload, question: AskPiece) -> Callable[[], bytes]:
+        name, first, count = question.name, question.first, question.count
+        copy = self._mirrors.setdefault(upload.url, Mirror(upload.url))
+        step, _ = stores.step_and_part(name)
+        return functools.partial(upload.read_piece, copy, step, name, first, count)
 
 
 def _places(checkpoint: Checkpoint | None, parts: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ class StoreCall(Record):
     node: str
     folder: str
     serves: bool  # whether it answers on this connection; else it asks
+    in_memory: bool  # whether it has copies that a node keeps for another cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,7 @@ class KeptSteps(Record):
     kind = "kept"
     lacking: list[int]
     damaged: list[int]
+    is_copying: bool  # whether a partner's memory lacks what it was last told to copy
 
 
 @dataclass(frozen=True, kw_only=True)

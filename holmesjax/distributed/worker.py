@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.data import cluster_paths, whole_digests
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
-from holmesjax.distributed import foreign_errors
+from holmesjax.distributed import foreign_errors, partner_memory
 from holmesjax.distributed.member import ADVANCE_S, Member
 from holmesjax.distributed.messages import (
     AllDone,
@@ -42,6 +42,7 @@ from holmesjax.distributed.messages import (
     Unsaved,
     Up,
 )
+from holmesjax.distributed.partner_memory import PartnerMemory
 from holmesjax.distributed.store_end import OwnStore
 from holmesjax.errors import (
     REQUEUE,
@@ -61,6 +62,7 @@ from holmesjax.job import Job
 from holmesjax.liveness import hung_main_thread, lease
 from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_mesh
+from holmesjax.plan import partners
 from holmesjax.plan.processes import Process, domain_fabric, make_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
@@ -246,6 +248,7 @@ class Worker:
         look = functools.partial(cluster_paths.look, job.config, [self._me.cluster])
         patiently(look, has_trained=has_trained)
         job.check_pool(self._env, [self._me.stage])
+        memory = self._open_memory()
         ports = self._listen()
         member.status("was checking the attention kernels")
         unproven = find_unproven(
@@ -273,7 +276,7 @@ class Worker:
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
             epoch = member.wait_for(Go).epoch
-            saved = self._checkpoint(start.resume, chunks)
+            saved = self._checkpoint(start, chunks)
             member.status("was reading the checkpoint")
             self._step = start.resume
             try:
@@ -303,11 +306,34 @@ class Worker:
                     self._fence(epoch),
                     self._begin_mirror(epoch),
                     member.advance,
+                    reads_all=job.config.checkpoint.partner,
                 ),
             )
             member.send(Up())
             done = loop.run(start.resume, saved.sequences if saved else 0)
         self._leave(done, lambda: None if isinstance(runner, WholeStep) else runner.close())
+        if memory:
+            memory.end()
+
+    def _open_memory(self) -> PartnerMemory | None:
+        """The copies that this process keeps for other clusters; None: it keeps none."""
+        run_dir, store = self._job.run_dir, self._store
+        home = store.launchers if store else stores.known_identifier(run_dir)
+        is_first = all(x.node != self._me.node for x in self._processes[: self._me.number])
+        if not (self._job.config.checkpoint.partner and home and is_first):
+            return None
+        found = partners.partners(self._job.plan, self._processes)
+        holds = any(partner.holder == self._me for partner in found)
+        if not holds and not partner_memory.has_folder(home, self._me.node):
+            return None
+        return PartnerMemory(
+            home,
+            me=self._me,
+            found=found,
+            topology=self._job.topology,
+            controller=self._environment.controller,
+            key=self._environment.key,
+        )
 
     def _result(self, reading: "Future[Batches]") -> Batches:
         """Returns what is read, and reports progress as long as bytes are read."""
@@ -475,18 +501,43 @@ class Worker:
             raise of_system(error) from None
         return found if self._me.leads else None
 
-    def _checkpoint(self, step: int, chunks: Sequence[Chunk]) -> Checkpoint | None:
-        """Returns the checkpoint after that step; None for step 0, unless weights were imported.
+    def _checkpoint(self, start: JobStart, chunks: Sequence[Chunk]) -> Checkpoint | None:
+        """Returns the checkpoint to resume; None for step 0, unless weights were imported.
 
         Parts that are not in this process's store are fetched.
         """
-        found = self._saved(step)
+        found = self._saved(start.resume)
         if found and (self._store or manifest.elsewhere(found)):
             self._member.status("was fetching the checkpoint")
             store = self._store or make_store(self._job.run_dir, self._environment)
             say = functools.partial(print, flush=True)
-            store.fetch(found, restoring.parts_of(found, chunks), self._member.advance, say)
+            parts = restoring.parts_of(found, chunks)
+            store.fetch(
+                found,
+                parts,
+                self._member.advance,
+                say,
+                in_memory=start.in_memory,
+                bytes_per_s=self._fetched_bytes_per_s(found, parts, start.in_memory),
+            )
         return found
+
+    def _fetched_bytes_per_s(
+        self, checkpoint: Checkpoint, parts: Collection[str], in_memory: Collection[str]
+    ) -> float | None:
+        """The rate of the slowest link to whoever wrote some parts, or has them in memory.
+
+        None where they come from elsewhere.
+        """
+        topology, me = self._job.topology, self._me
+        written = checkpoint.manifest.get("stores", {})
+        nodes = {written[part]["node"] for part in parts if part in written} - {me.node}
+        if not {*in_memory}.isdisjoint(parts):
+            nodes |= {other.node for other in self._processes if other.cluster != me.cluster}
+        if not nodes or not nodes <= {node.name for node in topology.nodes}:
+            return None
+        link = lambda node: topology.boundary_link(node, me.node)
+        return min(link(node).bandwidth_bytes_per_s for node in nodes)
 
     def _saved(self, step: int) -> Checkpoint | None:
         """The checkpoint after that step, as far as it is here."""

@@ -1,0 +1,120 @@
+"""The costs of a run beside its steps: bytes and seconds of saves, of copies and of encryption.
+
+No topology says how fast a disk is, so a disk of 1 GB/s is taken. Object stores are reached over
+Ethernet, and may be slower. The time of a save passes beside steps.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from holmesjax.config import Config, update_rules
+from holmesjax.costs.optimizer_state import checkpoint_bytes
+from holmesjax.costs.parameters import num_parameters
+from holmesjax.files import places
+from holmesjax.layer_specs.model_layers import layers
+from holmesjax.plan import partners
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.processes import make_processes
+from holmesjax.topology.machines import FABRICS, Topology
+from holmesjax.units import show
+
+DISK_BYTES_PER_S = 1e9
+# What one core encrypts or decrypts, and sends or takes: `benchmarks.transports` at 16 MiB on two
+# virtual cores that serve both ends (docs/security.md).
+TLS_BYTES_PER_S = 0.57e9
+NAMED = 4  # nodes, in a line
+
+
+def describe(config: Config, topology: Topology, plan: Plan) -> list[str]:
+    """Lines for the console.
+
+    Args:
+      config: of the run.
+      topology: the machines.
+      plan: of the run.
+    """
+    return [
+        *_saves(config, topology, plan),
+        *_partners(config, topology, plan),
+        *_encryption(config, plan),
+    ]
+
+
+def part_bytes(config: Config, plan: Plan) -> list[float]:
+    """Bytes of each part of a checkpoint, in the order of the parts."""
+    kept = update_rules.kept(config.optimizer)
+    of_all = checkpoint_bytes(config.model, kept, config.train.param_dtype)
+    sizes = {
+        name: sum(parameter.size() for parameter in kind.parameters)
+        for name, kind in layers(config.model).items()
+    }
+    share = of_all / num_parameters(config.model)
+    return [share * sum(sizes[layer] for layer in names) for _, names in partners.part_layers(plan)]
+
+
+def _saves(config: Config, topology: Topology, plan: Plan) -> Iterator[str]:
+    sizes, stages = part_bytes(config, plan), [s for s, _ in partners.part_layers(plan)]
+    of_stage: Counter[int] = Counter()
+    for stage, size in zip(stages, sizes, strict=True):
+        of_stage[stage] += size  # type: ignore[assignment]
+    steps, minutes = config.checkpoint.every, config.checkpoint.minutes
+    every = f"{steps} steps" if steps else f"{minutes:g} min"
+    largest = max(of_stage.values())
+    if places.is_url(config.run.dir):
+        slowest = max(n / _ethernet(topology, plan.stages[s].nodes[0]) for s, n in of_stage.items())
+        where = f"over Ethernet to {config.run.dir}"
+    else:
+        slowest, where = largest / DISK_BYTES_PER_S, "on a disk of 1 GB/s"
+    yield (
+        f"saves       {show(sum(sizes), 'B')} every {every}, {show(largest, 'B')} by the largest "
+        f"stage: {show(slowest, 's')} {where}, beside steps"
+    )
+
+
+def _ethernet(topology: Topology, node: str) -> float:
+    """Bytes per second of a node's Ethernet; without any, of its fastest network."""
+    rates: Counter[bool] = Counter()
+    for nic in topology.node(node).nics:
+        reached = FABRICS[nic.fabric].reached * nic.count * nic.rate_bytes_per_s
+        is_ethernet = nic.fabric == "ethernet"
+        rates[is_ethernet] = max(rates[is_ethernet], reached)  # type: ignore[assignment]
+    return rates[True] or rates[False]
+
+
+def _partners(config: Config, topology: Topology, plan: Plan) -> Iterator[str]:
+    if not config.checkpoint.partner:
+        return
+    processes = make_processes(plan, topology, config.distributed.processes)
+    found = partners.partners(plan, processes)
+    if not found:
+        yield "partner     none: the plan has no node of another cluster than the one that writes"
+        return
+    sizes, held = part_bytes(config, plan), Counter[str]()
+    for partner in found:
+        held[partner.holder.node] += 2 * sizes[partner.part]  # type: ignore[assignment]
+    copied = sum(sizes[partner.part] for partner in found)
+    rate = partners.copy_bytes_per_s(topology, found)
+    nodes = [f"{node} {show(size, 'B')}" for node, size in held.most_common(NAMED)]
+    nodes += [f"and {len(held) - NAMED} more nodes"] if len(held) > NAMED else []
+    yield (
+        f"partner     {show(copied, 'B')} after each save, in {show(copied / rate, 's')} at "
+        f"{show(rate, 'B/s')}; memory of hosts: {', '.join(nodes)}"
+    )
+
+
+def _encryption(config: Config, plan: Plan) -> Iterator[str]:
+    if config.distributed.encrypt == "never" or plan.islands:
+        return
+    where = [plan.stages[stage].cluster for stage, _ in plan.chunks]
+    pairs = list(itertools.pairwise(where))
+    if config.distributed.encrypt == "auto":
+        pairs = [(a, b) for a, b in pairs if a != b]
+    if not pairs:
+        return
+    num_bytes = 2 * plan.microbatches * plan.boundary_bytes * len(pairs)
+    names = sorted({" and ".join(sorted({a, b})) for a, b in pairs})
+    yield (
+        f"encrypted   {show(num_bytes, 'B')} a step, between {', '.join(names)}: "
+        f"{show(num_bytes / TLS_BYTES_PER_S, 's')} of a core at each end; nothing on one machine"
+    )

@@ -1,0 +1,86 @@
+"""A run whose disks are lost comes back from the memory of partners, bit for bit."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+
+from holmesjax import job as jobs
+from holmesjax.checkpoints import manifest, stores
+from holmesjax.distributed import partner_memory
+from holmesjax.plan import save_costs
+from holmesjax.report import metrics
+from tests.jobs import RunningJob, compiling_as_here, run_launch, write_run
+
+CLUSTERS = {"a": (1,), "b": (1,)}
+SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=16", "checkpoint.every=2"]
+SETTINGS += ["checkpoint.keep=20", "checkpoint.partner=true"]
+PART_OF = {"a": "part_0", "b": "part_1"}
+
+
+def losses(folder):
+    return {record["step"]: record["loss"] for record in metrics.read(folder)}
+
+
+def start(tmp_path):
+    nodes = {"a-0": str(tmp_path / "run"), "b-0": str(tmp_path / "b")}
+    entries = [{"node": node, "run_dir": place} for node, place in nodes.items()]
+    (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": entries}))
+    run = [tmp_path / "run.yaml", "--launcher", "local", "--hosts", tmp_path / "hosts.yaml"]
+    return RunningJob(*run, *SETTINGS, env=compiling_as_here())
+
+
+def copies(tmp_path, cluster):
+    """The steps of which the node of a cluster has a whole copy in memory, of the other's part."""
+    folder = partner_memory.folder_of(stores.known_identifier(tmp_path / "run"), f"{cluster}-0")
+    [part] = [part for other, part in PART_OF.items() if other != cluster]
+    return {step for step, path in manifest.folders(folder) if (path / part).exists()}
+
+
+def both(tmp_path):
+    return copies(tmp_path, "a") & copies(tmp_path, "b")
+
+
+def test_lost_disks_come_back_from_memory(tmp_path):
+    """All processes are killed, both disks lose all arrays, and only manifests are left."""
+    run_file, home = write_run(tmp_path, CLUSTERS), tmp_path / "run"
+    undisturbed = tmp_path / "undisturbed"
+    done = run_launch("train", run_file, *SETTINGS, f"run.dir={undisturbed}")
+    assert done.returncode == 0, done.stderr
+    with start(tmp_path) as job:
+        deadline_s = time.monotonic() + 120
+        while not (home / stores.RECORD).exists() or not both(tmp_path):
+            assert job.process.poll() is None, job.end()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        job.note_workers()
+        for pid in [job.process.pid, *job.workers()]:
+            os.kill(pid, signal.SIGKILL)
+    newest = max(both(tmp_path))
+    shutil.rmtree(tmp_path / "b")
+    for _, path in manifest.folders(home):
+        shutil.rmtree(path / "part_0", ignore_errors=True)
+    with start(tmp_path) as job:
+        assert job.end() == 0, job.output
+    assert f"resuming after step {newest}" in job.output
+    assert "a/a-0 | fetched part_" in job.output
+    assert " at the link's " in job.output
+    assert "b/b-0 | fetched part_" in job.output
+    assert losses(home) == losses(undisturbed)
+    assert_priced_as_written(tmp_path)
+    memory = partner_memory.folder_of(stores.known_identifier(home), "a-0")
+    assert not memory.parent.exists()  # the run has ended, and gives it back
+
+
+def assert_priced_as_written(tmp_path):
+    """The bytes of each part in the plan are those of its arrays, but for a few scalars."""
+    job = jobs.load_saved(tmp_path / "run")
+    written = Counter()
+    for array in manifest.find(tmp_path / "run")[0].manifest["arrays"].values():
+        written[array["part"]] += 4 * math.prod(array["shape"])
+    priced = save_costs.part_bytes(job.config, job.plan)
+    for number, num_bytes in enumerate(priced):
+        assert 0 <= written[manifest.part_name(number)] - num_bytes < 64
