@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from holmesjax.data.text_pieces import TextPieces
+from holmesjax.data.decode_stream import DecodeStream
 
 # Marks the begin of a document. No text file holds this byte.
 BEGIN = 0
@@ -31,6 +31,6 @@ class ByteTokenizer:
         """The text; bytes that are no UTF-8 become U+FFFD, marks of documents disappear."""
         return bytes(token for token in tokens if token != BEGIN).decode(errors="replace")
 
-    def pieces(self, after: Sequence[int] = ()) -> TextPieces:
+    def decode_stream(self, after: Sequence[int] = ()) -> DecodeStream:
         """The text of tokens that follow others, as they come."""
-        return TextPieces(self.decode, after)
+        return DecodeStream(self.decode, after)

@@ -16,8 +16,8 @@ import numpy as np
 
 from holmesjax.config import Config, DataConfig
 from holmesjax.config.data_sources import SOURCES
+from holmesjax.data.decode_stream import DecodeStream
 from holmesjax.data.mixing import Schedule
-from holmesjax.data.text_pieces import TextPieces
 from holmesjax.errors import DataError
 
 
@@ -106,7 +106,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """The tokens of a document that begins with a text; int32."""
 
-    def pieces(self, after: Sequence[int] = ()) -> TextPieces:
+    def decode_stream(self, after: Sequence[int] = ()) -> DecodeStream:
         """The text of tokens that follow others, as they come."""
 
 

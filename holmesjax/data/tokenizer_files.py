@@ -23,7 +23,7 @@ from holmesjax.data import (
 )
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import DEFAULT, ChatTemplate, Message
-from holmesjax.data.text_pieces import TextPieces
+from holmesjax.data.decode_stream import DecodeStream
 from holmesjax.data.tokenizer_marks import Marks
 from holmesjax.data.tokenizer_paths import (
     CONFIG,
@@ -175,9 +175,9 @@ class FileTokenizer:
         text: str = self.inner.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def pieces(self, after: Sequence[int] = ()) -> TextPieces:
+    def decode_stream(self, after: Sequence[int] = ()) -> DecodeStream:
         """The text of tokens that follow others, as they come."""
-        return TextPieces(self.decode, after)
+        return DecodeStream(self.decode, after)
 
     def ids(self) -> dict[str, int | list[int] | None]:
         """The ids of marks that a config.json and a generation_config.json of its model have."""

@@ -263,7 +263,7 @@ class _Row:
         ends: Mapping[int, EndedBy],
     ):
         self.found = Continuation()
-        self._ends, self._pieces = ends, tokenizer.pieces(prompt)
+        self._ends, self._stream = ends, tokenizer.decode_stream(prompt)
         self._stop = StopStrings(strings)
 
     @property
@@ -277,13 +277,13 @@ class _Row:
         if token in self._ends:
             self.found.ended_by = self._ends[token]
             return ""
-        return self._out(self._pieces.push(token))
+        return self._out(self._stream.push(token))
 
     def finish(self) -> str:
         """The end of the text."""
         if self._stop.is_found:
             return ""
-        out = self._out(self._pieces.rest())
+        out = self._out(self._stream.rest())
         rest = self._stop.rest()
         self.found.text += rest
         return out + rest

@@ -222,14 +222,14 @@ def _show(rows: Rows, tokenizer: Tokenizer, name: str) -> None:
 def _text(token_L: np.ndarray, tokenizer: Tokenizer) -> str:
     """The text of tokens, with the marks that no text has."""
     written = {number: mark for mark, number in tokenizer.marks.items()}
-    pieces, said = tokenizer.pieces(), []
+    stream, said = tokenizer.decode_stream(), []
     for place, token in enumerate(token_L.tolist(), 1):
         if token in written:
-            said += [pieces.rest(), written[token]]
-            pieces = tokenizer.pieces(token_L[:place].tolist())
+            said += [stream.rest(), written[token]]
+            stream = tokenizer.decode_stream(token_L[:place].tolist())
         else:
-            said.append(pieces.push(token))
-    return "".join([*said, pieces.rest()])
+            said.append(stream.push(token))
+    return "".join([*said, stream.rest()])
 
 
 def _shown(text: str) -> str:

@@ -96,8 +96,8 @@ def test_a_text_comes_back_whole_and_in_pieces(paths, name, tmp_path):
         np.testing.assert_array_equal(tokenizer.encode(words), tokens[:-1])
         for cut in (0, len(tokens) // 2):
             known, new = tokens[:cut].tolist(), tokens[cut:].tolist()
-            pieces = tokenizer.pieces(known)
-            said = "".join([*map(pieces.push, new), pieces.rest()])
+            stream = tokenizer.decode_stream(known)
+            said = "".join([*map(stream.push, new), stream.rest()])
             assert tokenizer.decode(known) + said == words
     assert len(tokenizer.encode("")) == 1  # a text has something to begin with
 

@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 
 from holmesjax.config.data_sources import SOURCES, DataSource
+from holmesjax.data.decode_stream import DecodeStream
 from holmesjax.data.sources import Item, Splits
-from holmesjax.data.text_pieces import TextPieces
 
 NAME = "toy_copies"
 BEGIN, SIGN, FIRST_DIGIT, NUM_TOKENS, DOCUMENT = 0, 1, 2, 12, 8
@@ -52,9 +52,9 @@ class Digits:
     def encode(self, text):
         return np.array([BEGIN, *(FIRST_DIGIT + int(digit) for digit in text)], np.int32)
 
-    def pieces(self, after=()):
+    def decode_stream(self, after=()):
         text = lambda token: "B="[token] if token < FIRST_DIGIT else str(token - FIRST_DIGIT)
-        return TextPieces(lambda tokens: "".join(map(text, tokens)), after)
+        return DecodeStream(lambda tokens: "".join(map(text, tokens)), after)
 
 
 def look(config):

@@ -6,14 +6,14 @@ ENOUGH = 16  # tokens on which the text of the next one may depend
 HALF = "\ufffd"  # at the end of a text whose last character is not whole yet
 
 
-class TextPieces:
+class DecodeStream:
     """The text of tokens that follow others, in pieces that are whole characters.
 
     The text of a token may depend on the one before it, as the space before a word does. So a
     piece is what the last tokens together have more than without the new ones.
 
-    >>> pieces = TextPieces(lambda tokens: bytes(tokens).decode(errors="replace"))
-    >>> [pieces.push(token) for token in "a→".encode()], pieces.rest()
+    >>> stream = DecodeStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    >>> [stream.push(token) for token in "a→".encode()], stream.rest()
     (['a', '', '', '→'], '')
     """
 
