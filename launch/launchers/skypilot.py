@@ -68,9 +68,22 @@ work() {{
 for ((i = 0; i < {per_node}; i++)); do
     work "${{numbers[SKYPILOT_NODE_RANK * {per_node} + i]}}" &
 done
-for process in $(jobs -p); do
-    wait "$process" || exit $?
+for ((i = 0; i < {per_node}; i++)); do
+    wait -n || exit $?
 done
+"""
+# The service that says the address may be away for a moment.
+ADDRESS = """\
+for ((i = 0; i < 60; i++)); do
+    address=$({command})
+    [[ $address =~ ^[0-9A-Za-z.:-]+$ ]] && break
+    sleep 5
+done
+if ! [[ $address =~ ^[0-9A-Za-z.:-]+$ ]]; then
+    echo "the address_command prints no address: '$address'"
+    exit 2
+fi
+export HOLMES_ADVERTISED="{addresses}"
 """
 
 
@@ -128,15 +141,19 @@ def tasks(
       key: the file with the job's key on this machine.
       pool: of the GPUs, if they are not to have the default.
 
-    Raises ConfigError where the options lack the name of a device, or a folder that nodes share.
+    Raises ConfigError where the options lack the name of a device, or a folder that nodes share,
+    or where two clusters have one name.
     """
-    name = _label(job.run_dir.absolute().name)
-    return {
-        f"{name}-{_label(component.name)}": _task(
-            job, options, component, key, f"{KEYS_THERE}/{name}.key", pool
-        )
-        for component in make_components(job)
-    }
+    name, written = _label(job.run_dir.absolute().name), dict[str, Task]()
+    for component in make_components(job):
+        cluster = f"{name}-{_label(component.name)}"
+        if cluster in written:
+            problem = f"has two clusters that SkyPilot would call {cluster}"
+            fix = "rename one of them: SkyPilot's names have letters, digits and -"
+            raise ConfigError("topology", problem, found=component.name, fix=fix)
+        key_there = f"{KEYS_THERE}/{name}.key"
+        written[cluster] = _task(job, options, component, key, key_there, pool)
+    return written
 
 
 def _label(text: str) -> str:
@@ -226,4 +243,4 @@ def _advertised(job: Job, component: Component, command: str | None) -> str:
     others = [node.name for cluster in clusters for node in cluster.nodes]
     fabrics = sorted({job.topology.nominal_link(here, there).fabric for there in others})
     addresses = ", ".join(f'\\"{fabric}\\": [\\"$address\\"]' for fabric in fabrics)
-    return f'address=$({command})\nexport HOLMES_ADVERTISED="{{{addresses}}}"\n'
+    return ADDRESS.format(command=command, addresses=f"{{{addresses}}}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from holmesjax.errors import ConfigError, HolmesError
-from holmesjax.files import schema
+from holmesjax.files import places, schema
 from holmesjax.files.yaml_files import Document, Keys
 from launch.launchers.launcher import parse_listen
 from launch.launchers.variables import wrong_names
@@ -62,11 +62,11 @@ def options_of(file: SkyPilotOptions, cluster: str) -> ClusterOptions:
 
 def mistakes(document: Document, file: SkyPilotOptions) -> Iterator[HolmesError]:
     """Yields the mistakes of a file whose values may be right by themselves."""
-    for check in (_addresses, _workdir):
+    for check in (_addresses, _folders):
         yield from schema.findings(check, document, file)
-    places: list[tuple[Keys, ClusterOptions]] = [((), file)]
-    places += [(("clusters", i), cluster) for i, cluster in enumerate(file.clusters)]
-    for keys, options in places:
+    parts: list[tuple[Keys, ClusterOptions]] = [((), file)]
+    parts += [(("clusters", i), cluster) for i, cluster in enumerate(file.clusters)]
+    for keys, options in parts:
         yield from wrong_names(document, (*keys, "env"), options.env)
 
 
@@ -86,7 +86,10 @@ def _addresses(document: Document, file: SkyPilotOptions) -> Iterator[HolmesErro
             yield document.mistake(("controller",), problem, found=file.controller, fix=fix)
 
 
-def _workdir(document: Document, file: SkyPilotOptions) -> Iterator[HolmesError]:
+def _folders(document: Document, file: SkyPilotOptions) -> Iterator[HolmesError]:
+    if file.run_dir and (problem := places.mistake_in_run_dir(file.run_dir)):
+        fix = "write /scratch/llama, or s3://BUCKET/NAME, say"
+        yield document.mistake(("run_dir",), problem, found=file.run_dir, fix=fix)
     if file.workdir is not None and not Path(file.workdir).expanduser().is_dir():
         problem, fix = "is no folder of this machine", "name the checkout, or remove it"
         yield document.mistake(("workdir",), problem, found=file.workdir, fix=fix)
