@@ -57,19 +57,20 @@ set -u
 export HOLMES_KEY_FILE={key}
 chmod 600 "$HOLMES_KEY_FILE"
 {advertised}numbers=({numbers})
+trap 'exit 2' USR1  # from a process with a mistake, whichever is waited for
 work() {{
     export HOLMES_PROCESS=$1
     until {command}; do
         status=$?
-        [ $status = 2 ] && return 2
+        [ $status = 2 ] && kill -USR1 $$ && return 2
         sleep 5
     done
 }}
 for ((i = 0; i < {per_node}; i++)); do
     work "${{numbers[SKYPILOT_NODE_RANK * {per_node} + i]}}" &
 done
-for ((i = 0; i < {per_node}; i++)); do
-    wait -n || exit $?
+for process in $(jobs -p); do
+    wait "$process" || exit $?
 done
 """
 # The service that says the address may be away for a moment.
