@@ -2,15 +2,18 @@
 
 Python looks for modules in the folder where it is started and on PYTHONPATH first. A `numpy.py` or
 `json.py` there takes the place of the package, and the line that fails is one of HolmesJAX. So this
-module imports only what Python itself has imported before any such file is seen.
+module imports only what Python has built in, or has imported before any such file is seen.
 """
 
+import errno
 import os
 import sys
 from types import ModuleType, TracebackType
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EXIT_STATUS = 2  # of a mistake, as `HolmesError` has it
+# Errors of the system that the next start may not have.
+PASSING = (*(errno.ESTALE, errno.EIO, errno.ETIMEDOUT), *(errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
 
 class Told:
@@ -33,11 +36,14 @@ class Told:
 def explain(error: BaseException) -> str | None:
     """Returns what is wrong with the package that an exception comes from, and what to do.
 
-    None for any other exception: its traceback is wanted.
+    None for any other exception: it may be a signal, or of a file server that comes back, and
+    otherwise its traceback is wanted.
     """
+    if not isinstance(error, ImportError | SyntaxError | AttributeError | NameError | TypeError):
+        return None
     packages = [package for package in _packages_of(error) if not _is_here(package)]
     hidden = [package for package in packages if len(_places(package)) > 1]
-    if not packages:
+    if not packages or _is_passing(error) or not (hidden or _is_of_imports(error)):
         return None
     name = (hidden or packages)[0]
     problem, fix = "cannot be imported", "correct it, or install it once more"
@@ -50,6 +56,26 @@ def explain(error: BaseException) -> str | None:
         fix = f"install it for {sys.executable}, which runs HolmesJAX (docs/installing.md)"
     found = f"{type(error).__name__}: {error}"
     return f"the package {name}: {problem}\n  found: {found}\n  fix: {fix}"
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether an exception comes from an error of the system, which the next start may not have.
+
+    The dynamic linker tells one as the ImportError of an extension module.
+    """
+    if isinstance(error, OSError) and error.errno in PASSING:
+        return True
+    if isinstance(error, ImportError) and any(os.strerror(n) in str(error) for n in PASSING):
+        return True
+    reason = error.__cause__ or error.__context__
+    return reason is not None and _is_passing(reason)
+
+
+def _is_of_imports(error: BaseException) -> bool:
+    """Whether an exception says that a package cannot be imported, even if nothing hides it."""
+    if isinstance(error, AttributeError):
+        return bool(_importing(error.__traceback__))
+    return isinstance(error, ImportError | SyntaxError)
 
 
 def _packages_of(error: BaseException) -> list[str]:
