@@ -161,6 +161,7 @@ class Attempt:
             if self._mirror:
                 stack.callback(self._mirror.close)
                 self._mirror.begin(start_name, retention.set_aside(self._job.run_dir))
+            stack.callback(self._remove_key)
             self._controller = stack.enter_context(self._open_controller())
             self._recorder = stack.enter_context(self._open_recorder())
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
@@ -287,6 +288,9 @@ class Attempt:
         self._launcher.end()
         if self._watch:
             self._watch.end()
+        self._remove_key()
+
+    def _remove_key(self) -> None:
         if self._given_key_file is None:
             with contextlib.suppress(OSError, LostLeaseError):  # the end says more
                 self._lease.guard(self._key_file.unlink)(missing_ok=True)

@@ -37,7 +37,6 @@ class Agents:
     """
 
     def __init__(self, topology: Topology, launcher: Launcher, folder: Path):
-        self._launcher = launcher
         self._processes = {p.node: p for p in node_processes(topology)}
         self._node_of = {p.number: p.node for p in self._processes.values()}
         self._connections: dict[str, Connection[AgentHello]] = {}
@@ -45,41 +44,38 @@ class Agents:
         self._ended: dict[int, str] = {}
         self._events: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._key_file = folder / KEY
-        key = connections.make_key_file(self._key_file)
-        connections.raise_open_files(len(self._processes) * (1 + launcher.files_each))
-        sock = connections.listen(launcher.address, launcher.port)
-        address = addresses.show(*connections.address_of(sock))
-        self._admission = Admission(
-            sock,
-            key=key,
-            hello=AskerHello(),
-            expected=AgentHello,
-            check=self._check,
-            enter=self._enter,
-            num_callers=len(self._processes),
-        )
-        env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(self._key_file.absolute())}
-        try:
+        key_file = folder / KEY
+        with contextlib.ExitStack() as stack:
+            stack.callback(_remove, key_file)
+            key = connections.make_key_file(key_file)
+            connections.raise_open_files(len(self._processes) * (1 + launcher.files_each))
+            sock = connections.listen(launcher.address, launcher.port)
+            address = addresses.show(*connections.address_of(sock))
+            admission = Admission(
+                sock,
+                key=key,
+                hello=AskerHello(),
+                expected=AgentHello,
+                check=self._check,
+                enter=self._enter,
+                num_callers=len(self._processes),
+            )
+            stack.callback(admission.close)
+            stack.callback(launcher.end)
+            stack.callback(self._hang_up)
+            env = {"HOLMES_CONTROLLER": address, "HOLMES_KEY_FILE": str(key_file.absolute())}
             for process in self._processes.values():
                 own = {**env, "HOLMES_PROCESS": str(process.number)}
                 start = ProcessStart(process=process, command=["agent"], env=own)
                 launcher.start(start, self._events)
             self._wait()
-        except BaseException:
-            self.__exit__()
-            raise
+            self._opened = stack.pop_all()
 
     def __enter__(self) -> "Agents":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection in self._connections.values():
-            connection.close()  # an agent ends with it
-        self._launcher.end()
-        self._admission.close()
-        with contextlib.suppress(OSError):  # what the agents said is worth more
-            self._key_file.unlink(missing_ok=True)
+        self._opened.close()
 
     @property
     def nodes(self) -> list[str]:
@@ -121,6 +117,10 @@ class Agents:
             answers = pool.map(lambda node: self.ask(node, questions[node], answer_s), questions)
             return dict(zip(questions, answers, strict=True))
 
+    def _hang_up(self) -> None:
+        for connection in self._connections.values():
+            connection.close()  # an agent ends with it
+
     def _check(self, hello: AgentHello) -> str | None:
         node = self._node_of.get(hello.process)
         is_wanted = node is not None and node not in self._connections
@@ -160,3 +160,8 @@ class Agents:
     def _why(self, process: Process) -> str:
         lines = [line.strip() for line in self._lines[process.number] if line.strip()]
         return "; ".join([self._ended.get(process.number, "did not come in time"), *lines])
+
+
+def _remove(key_file: Path) -> None:
+    with contextlib.suppress(OSError):  # what the agents said is worth more
+        key_file.unlink(missing_ok=True)

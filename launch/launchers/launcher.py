@@ -134,10 +134,13 @@ def leaving(number: int) -> int:
 def unwinding() -> Iterator[None]:
     """Lets SIGTERM and SIGHUP raise SystemExit, for what must be taken away at the end.
 
-    `nohup` stays what it is. Only the main thread may enter.
+    The first counts: another one would end what is being taken away. `nohup` stays what it is. Only
+    the main thread may enter.
     """
 
     def leave(number: int, _: object) -> None:
+        for other in heard:
+            signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]

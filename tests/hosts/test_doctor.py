@@ -377,6 +377,17 @@ def test_a_taken_port_and_a_node_that_does_not_start_are_found(tmp_path, capsys,
     assert "2 problems;" in done.stdout
 
 
+def test_a_port_of_the_launcher_that_is_taken_leaves_no_key_behind(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["--launcher", "external", "--listen", f"127.0.0.1:{taken.getsockname()[1]}"]
+        for verb in ("doctor", "train"):
+            run = [verb, "configs/runs/quickstart.yaml", f"run.dir={tmp_path}/run"]
+            done = run_launch_here(capsys, *run, *words)
+            assert done.returncode == 2, done
+            assert "cannot listen here" in done.stderr
+    assert list((tmp_path / "run").glob("*.key")) == []
+
+
 @pytest.mark.parametrize(
     "gb_per_s, ms, window_mib, needed",
     [

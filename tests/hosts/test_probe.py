@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -424,6 +425,24 @@ def test_a_mistake_is_told_in_a_paragraph(tmp_path, capsys, words, told):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert told in done.stderr
+
+
+def test_signals_take_away_the_key_file_of_a_probe(tmp_path):
+    (tmp_path / "t.yaml").write_text(UNEQUAL)
+    words = ["probe", tmp_path / "t.yaml", "--output", tmp_path / "out.yaml"]
+    words += ["--launcher", "external", "--listen", free_listen()]
+    command = [sys.executable, "-m", "launch", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as verb:
+        try:
+            while "python -m launch agent" not in verb.stdout.readline():
+                assert verb.poll() is None
+            assert (tmp_path / "agents.key").exists()
+            verb.send_signal(signal.SIGHUP)
+            verb.send_signal(signal.SIGTERM)
+            assert verb.wait(60) in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+        finally:
+            verb.kill()
+    assert not (tmp_path / "agents.key").exists()
 
 
 def test_addresses_that_cannot_be_are_told_of(tmp_path):

@@ -99,8 +99,9 @@ def test_a_signal_takes_away_the_key_file_of_a_gathering(run_dir, tmp_path, monk
     def waiting(*_):
         with contextlib.ExitStack() as stack:
             stack.callback(key_file.unlink)
+            stack.callback(os.kill, os.getpid(), signal.SIGTERM)  # once more, while it is cleaned
             key_file.touch()
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
             yield pytest.fail
 
     monkeypatch.setattr(gather.jobs, "load_saved", lambda run_dir: None)
@@ -108,6 +109,6 @@ def test_a_signal_takes_away_the_key_file_of_a_gathering(run_dir, tmp_path, monk
     args = argparse.Namespace(run_dir=str(run_dir), step=None, to=str(tmp_path / "to"))
     with pytest.raises(SystemExit) as end:
         gather.run(args)
-    assert end.value.code == 128 + signal.SIGTERM
+    assert end.value.code == 128 + signal.SIGHUP
     assert not key_file.exists()
     assert signal.getsignal(signal.SIGTERM) is handler
