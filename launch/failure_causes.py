@@ -31,10 +31,13 @@ def events_of(controller: Controller, for_s: float) -> Iterator[ProcessEvent]:
 
 
 def is_failure(event: ProcessEvent, done: Container[int]) -> bool:
-    """Whether an event is the end of the job, where these processes have trained to the end."""
+    """Whether an event is the end of the job, where these processes have said that they are done.
+
+    One that was asked to stop before the last step ends with REQUEUE, for whoever starts it again.
+    """
     match event.record:
         case Exit(status=status):
-            return status != 0 or event.process not in done
+            return status not in (0, REQUEUE) or event.process not in done
         case Lost():
             return event.process not in done
     return isinstance(event.record, Failed | Silent)
@@ -60,7 +63,7 @@ def find_cause(
       processes: all of them.
       note: takes what else is heard meanwhile.
       sees_exits: whether the launcher tells of the end of each process.
-      done: processes that have trained to the end.
+      done: processes that have said that they are done.
       is_hurried: asked again and again whether to decide at once.
     """
     failures = [first]

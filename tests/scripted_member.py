@@ -16,7 +16,7 @@ A process joins the controller as a worker does, needs no JAX, and then does wha
     hang up             closes its connection, as the kernel does for one that dies
     print LINE
     sleep SECONDS
-    done STEP           has trained so far, and ends when all have
+    done STEP [STATUS]  has trained so far, and ends when all have
     exit STATUS         or signals itself, with -STATUS
 
 A process that has imported this module once forks them all: imports would take nearly all of their
@@ -46,6 +46,7 @@ from holmesjax.distributed.messages import (
     ProcessEvent,
     Saved,
 )
+from holmesjax.errors import REQUEUE
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes
 from launch.launchers.launcher import variables_here
@@ -182,7 +183,7 @@ def main(run_dir, script, env, output):
             step = _train(member)
             if member.process.leads:
                 act("save", step)
-            act("done", step)
+            act("done", step, REQUEUE)
         elif what == "hang up":
             member._closed.set()
             member._link.close()
@@ -191,7 +192,7 @@ def main(run_dir, script, env, output):
         elif what == "done":
             send(Done(step=arguments[0]))
             member.wait_for(AllDone, 60.0)
-            os._exit(0)
+            os._exit(*arguments[1:] or (0,))
         elif arguments[0] < 0:
             os.kill(os.getpid(), -arguments[0])
         else:

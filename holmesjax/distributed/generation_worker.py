@@ -22,7 +22,7 @@ class Generator(Worker):
 
     trains = False
 
-    def _run(self) -> None:
+    def _run(self) -> int:
         member = self._member
         self._job.check_pool(self._env, [])
         ports = self._listen()
@@ -52,6 +52,7 @@ class Generator(Worker):
         member.status("was generating")
         self._complete(sampler, texts)
         self._leave(0, transport.close if transport else lambda: None)
+        return 0
 
     def _transport(
         self, found: Checkpoint, model: ModelConfig, texts: Texts, mesh: Mesh, ports: Ports

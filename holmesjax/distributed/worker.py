@@ -198,15 +198,15 @@ class Worker:
         self._held_port: socket.socket | None = None  # of the coordinator, until it listens
 
     def run(self) -> int:
+        """Returns 0 once all is done, and REQUEUE if the run was asked to stop before."""
         # On another thread: the main one may compile, or be in the middle of telling something.
         hung_main_thread.hear_signals(
             hung_main_thread.stop_signals(), lambda number: self._send(Stop(signal=number))
         )
         try:
-            self._run()
+            return self._run()
         except BaseException as error:
             self._give_up(error)
-        return 0
 
     def _send(self, record: Record) -> None:
         with contextlib.suppress(OSError):  # the listening thread says why
@@ -241,7 +241,7 @@ class Worker:
 
     # ---- the normal course ---------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self) -> int:
         job, member = self._job, self._member
         has_trained = self._environment.restart > 0 or jobs.has_trained(job.run_dir)
         # Before JAX starts: compiling may take minutes.
@@ -314,6 +314,7 @@ class Worker:
         self._leave(done, lambda: None if isinstance(runner, WholeStep) else runner.close())
         if memory:
             memory.end()
+        return 0 if done >= job.config.train.steps else REQUEUE
 
     def _open_memory(self) -> PartnerMemory | None:
         """The copies that this process keeps for other clusters; None: it keeps none."""

@@ -18,7 +18,7 @@ import yaml
 
 from holmesjax import config as configs
 from holmesjax.config import Config
-from holmesjax.errors import ConfigError, FatalError, HolmesError
+from holmesjax.errors import REQUEUE, ConfigError, FatalError, HolmesError
 from holmesjax.files import places
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.liveness.lease import Lease
@@ -228,7 +228,9 @@ def _workers(
         "name": _label(component.name),
         "replicas": 1,
         "dependsOn": [{"name": LAUNCHER, "status": "Ready"}],
-        "template": _job(options, pod, name, container, len(component.processes), MISTAKE),
+        "template": _job(
+            options, pod, name, container, len(component.processes), MISTAKE, replaced=[REQUEUE]
+        ),
     }
 
 
@@ -266,10 +268,12 @@ def _job(
     container: Object,
     num_pods: int,
     final: Sequence[int],
+    replaced: Sequence[int] = (),
 ) -> Object:
     """Returns a batch/v1 Job without its kind: `num_pods` pods, numbered from 0, that end once.
 
-    A pod that ends with one of the statuses `final` ends the JobSet.
+    A pod that ends with one of the statuses `final` ends the JobSet. One of the statuses `replaced`
+    starts that pod again, and no other: whether all start again is the launcher's to say.
     """
     key: Object = {"secretName": f"{name}-key", "defaultMode": 0o400}
     volumes: list[tuple[str, str, Object]] = [
@@ -303,14 +307,21 @@ def _job(
         "volumes": [{"name": volume, **source} for volume, _, source in volumes],
     }
     metadata = {"metadata": {"annotations": own.annotations}} if own.annotations else {}
-    cannot_go_on = {"containerName": "holmes", "operator": "In", "values": list(final)}
+    rules = [
+        {
+            "action": action,
+            "onExitCodes": {"containerName": "holmes", "operator": "In", "values": list(statuses)},
+        }
+        for action, statuses in (("FailJob", final), ("Ignore", replaced))
+        if statuses
+    ]
     return {
         "spec": {
             "completionMode": "Indexed",
             "completions": num_pods,
             "parallelism": num_pods,
             "backoffLimit": 0,
-            "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": cannot_go_on}]},
+            "podFailurePolicy": {"rules": rules},
             "template": {**metadata, "spec": pod},
         }
     }

@@ -3,8 +3,8 @@
 The clusters may lie in different clouds and share nothing. The launcher is `external`, on the
 machine where the tasks are written; every node reaches it at one address. A task starts the
 processes of its nodes, which SkyPilot numbers from 0 (SKYPILOT_NODE_RANK), and starts them again
-after any end but 0, which means done, and 2, which is a mistake that would come again. The key of
-the job is a file that SkyPilot copies to the nodes.
+after any end but 0, which means that all steps are done, and 2, which is a mistake that would come
+again. The key of the job is a file that SkyPilot copies to the nodes.
 """
 
 import os

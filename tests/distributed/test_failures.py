@@ -328,6 +328,18 @@ def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
     assert_blamed(job.output, 1, "has closed its connection without a word")
 
 
+def test_who_starts_processes_hears_of_each_that_the_run_is_not_done(tmp_path):
+    """A signal to one of them stops all: with 0 nobody would start the others again."""
+    clusters = {"a": (1,), "b": (1,)}
+    with external_job(tmp_path, clusters, *SETTINGS) as job:
+        first_step(job, tmp_path)
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.end() == 75, job.output
+        assert [process.wait(60) for process in job.processes] == [75, 75]
+    assert "stopped after step " in job.output
+    assert "error: " not in job.output
+
+
 def test_a_launcher_that_stood_still_blames_no_process(tmp_path):
     """Its processes have given it up. Connections that were all reset before cost no restart."""
     silence = "distributed.heartbeat_timeout_s=10"
