@@ -44,10 +44,11 @@ MAGIC = {
     b"SQLite format 3\0": "SQLite file",
     b"\x93NUMPY": "NumPy file",
     b"Obj\x01": "Avro file",
-    b"WARC/": "WARC archive",
-    b"version https://git-lfs.github.com/spec/": POINTER,
     **dict.fromkeys((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a"), "picture"),
 }
+WARC = re.compile(rb"WARC/\d\.\d\r?\n")
+POINTED = re.compile(rb"version https://git-lfs\.github\.com/spec/.*\noid sha256:", re.DOTALL)
+POINTER_BYTES = 1024  # at most, by the specification of Git LFS
 STREAM = re.compile(rb"\xff{4}.{3}\0.\0\0\0", re.DOTALL)  # of Arrow: a mark and two lengths
 TAR_AT, TAR = 257, b"ustar"
 PROMISES = {
@@ -137,6 +138,10 @@ def _content(head: bytes, *, is_whole: bool) -> str:
     for mark, name in MAGIC.items():
         if head.startswith(mark):
             return name
+    if WARC.match(head):
+        return "WARC archive"
+    if is_whole and len(head) <= POINTER_BYTES and POINTED.match(head):
+        return POINTER
     if STREAM.match(head):
         return ARROW
     if head[TAR_AT:].startswith(TAR):
@@ -148,6 +153,8 @@ def _content(head: bytes, *, is_whole: bool) -> str:
         return BINARY if is_of_both or is_rare else "UTF-16 without a mark"
     if _is_lines(head, is_whole=is_whole):
         return LINES
+    if _is_arrays(head):
+        return OTHER_JSON
     if _is_array(head, is_whole=is_whole):
         return ARRAY
     return OVER_LINES if _is_over_lines(head, is_whole=is_whole) else TEXT
@@ -168,13 +175,28 @@ def _is_lines(head: bytes, *, is_whole: bool) -> bool:
     return False
 
 
+def _is_arrays(head: bytes) -> bool:
+    """Tells whether it is lines, each an array of objects."""
+    return OBJECTS.match(_behind_array(head)) is not None
+
+
+def _behind_array(head: bytes) -> bytes:
+    """What follows a first line that is a whole array of objects; nothing behind any other."""
+    line, _, rest = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if OBJECTS.match(line):
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(line)
+            return rest
+    return b""
+
+
 def _is_array(head: bytes, *, is_whole: bool) -> bool:
     """Tells whether it is an array of objects."""
     head = head.removeprefix(codecs.BOM_UTF8)
     if not OBJECTS.match(head):
         return False
     if not is_whole:
-        return True
+        return not _behind_array(head).strip()  # a text follows
     with contextlib.suppress(ValueError, RecursionError):
         return isinstance(json.loads(head), list)
     return False

@@ -265,16 +265,17 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
 def _column(column: Any, path: str, first: int, name: str) -> Documents:
     for row, value in enumerate(column, first):
         where = f"{path}, row {row:,}"
-        if not value.is_valid:
-            fix = "leave such rows out"
-            raise DataError(where, f"has nothing in `{name}`", found="null", fix=fix)
-        if hasattr(value, "values"):
+        if value.is_valid and hasattr(value, "values"):
             if value.values.null_count:
                 place = int(np.argmax(value.values.is_null().to_numpy(zero_copy_only=False)))
                 raise null_among(where, name, place)
             yield where, value.values.to_numpy(zero_copy_only=False)
             continue
         try:
-            yield where, value.as_py()
+            document = value.as_py()
         except UnicodeDecodeError as error:
             raise no_text(where, error) from None
+        if document is None:  # also a null that a dictionary holds
+            fix = "leave such rows out"
+            raise DataError(where, f"has nothing in `{name}`", found="null", fix=fix)
+        yield where, document

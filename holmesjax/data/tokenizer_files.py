@@ -293,10 +293,14 @@ def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
     begins = split.get(key, said.get(key))  # some splits have no such setting
     if said.get(key) not in (None, begins):
         raise DataError(where, f"has another {key} than {MAIN}", found=said[key], fix=fix)
-    is_of_bert = "Bert" in str(said.get("tokenizer_class"))
-    for key, (name, default) in OF_BERT.items() if normalizer.get("type") == BERT else ():
-        value = said.get(key, default if is_of_bert else normalizer[name])
-        if value != normalizer[name]:
+    own_class = said.get("tokenizer_class")
+    is_of_bert = "Bert" in str(own_class)
+    is_asked = normalizer.get("type") == BERT and (is_of_bert or own_class is None)
+    for key, (name, default) in OF_BERT.items() if is_asked else ():
+        value, other = said.get(key, default if is_of_bert else normalizer[name]), normalizer[name]
+        if name == "strip_accents":  # null means: where letters become small
+            value, other = (normalizer["lowercase"] if x is None else x for x in (value, other))
+        if value != other:
             problem, shown = f"has another {key} than {MAIN}", json.dumps(value)
             raise DataError(where, problem, found=shown, fix=fix)
     if said.get("split_special_tokens"):

@@ -64,7 +64,8 @@ def fitting(problem: Problem, settings: StepSettings) -> Iterator[tuple[Segment,
         for n in (range(1, most + 1) if numbers is None else numbers)
         if n <= most and kind.suits(n, settings.microbatches)
     ]
-    depends = problem.config.parallel.layers or problem.config.parallel.clusters or kind.chunks > 1
+    parallel = problem.config.parallel
+    depends = parallel.layers or parallel.clusters or kind.chunks > 1 or kind.splits_backward
     groups = [[n] for n in possible] if depends else [possible] if possible else []
     for group in groups:
         yield from _of_numbers(problem, settings, kind, found, group)

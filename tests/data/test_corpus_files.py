@@ -88,6 +88,7 @@ READ = {
     "a.feather": arrow_bytes(pa.ipc.new_file),
     "stream.ARROW": arrow_bytes(pa.ipc.new_stream),
 }
+ARRAY = json.dumps(ROWS)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 NOT_READ = {
     "a.tar.gz": (tar_bytes("w:gz"), "tar archive in gzip"),
@@ -100,6 +101,8 @@ NOT_READ = {
     "a.txt": (b"a\0b\0\0", "binary file"),
     "texts.json": (b'["one", "two"]', "JSON without an object in a line"),
     "texts.json.gz": (gzip.compress(b'"one"\n"two"\n'), "JSON without an object in a line in gzip"),
+    "arrays.json": (f"{ARRAY}\n{ARRAY}\n".encode(), "JSON without an object in a line"),
+    "arrays.jsonl": (f"{ARRAY}\n".encode() * 1000, "JSON without an object in a line"),
     "no_mark.txt": ("text of Windows".encode("utf-16-le"), "UTF-16 without a mark"),
     "a.parquet.gz": (gzip.compress(parquet_bytes()), "compressed parquet file in gzip"),
 }
@@ -149,10 +152,15 @@ def test_text_of_any_encoding_is_text_without_its_mark(tmp_path, name, content):
         b'[{"a": 1}] is how a list of Python looks',
         b"{} is an empty one",
         b"# a heading\n" + RAW,
+        f"{ARRAY}\n".encode() + b"and more words\n" * 2**13,
+        b"version https://git-lfs.github.com/spec/v1 is the first line of a pointer",
+        POINTER + b"is how a pointer looks. " * 50,
+        b"WARC/1.0 is the first line of an archive",
     ],
 )
-def test_text_that_has_some_json_stays_text(tmp_path, content):
+def test_text_that_begins_like_another_kind_stays_text(tmp_path, content):
     (tmp_path / "a.txt").write_bytes(content)
+    assert file_kinds.kind_of(tmp_path / "a.txt") == file_kinds.FileKind(file_kinds.TEXT)
     assert documents(tmp_path / "a.txt") == [content.decode()]
 
 
@@ -225,19 +233,19 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     os.mkfifo(corpus / "pipe")
     assert tokenized(corpus, "--out", tmp_path / "none") == 2  # of nothing that is read
     said = capsys.readouterr().err
-    assert "holds no text\n  found: nothing but what is not read: 14 (" in said
+    assert "holds no text\n  found: nothing but what is not read: 16 (" in said
     (corpus / "a.jsonl").write_bytes(RAW)
     kinds = [*(kind for _, kind in NOT_READ.values()), "hidden file or folder", "pipe, socket"]
     out = tmp_path / "out"
     assert tokenized(corpus, "--out", out) == 0
     said = capsys.readouterr()
     for words in (said.out, said.err):
-        assert "left out: 14 (" in words
+        assert "left out: 16 (" in words
         assert all(f"{kind}" in words for kind in kinds)
     assert main(["data", str(corpus), "model.context_length=16"]) == 0
-    assert "left out    14 (" in capsys.readouterr().out
+    assert "left out    16 (" in capsys.readouterr().out
     assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(out / "b.json")]) == 0
-    assert "left out: 14 (" in capsys.readouterr().out
+    assert "left out: 16 (" in capsys.readouterr().out
     (out / "more.jsonl").write_bytes(RAW)
     (out / "b.json").rename(out / "other.json")
     (out / "empty.gz").touch()

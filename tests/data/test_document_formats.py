@@ -181,6 +181,10 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path, write, damage, messa
         ({"text": [[1.5]]}, r"no column `text` of text.*\n  found: text: list"),
         ({"text": ["a", None]}, r"a.parquet, row 1: has nothing in `text`\n  found: null"),
         (
+            {"text": pa.DictionaryArray.from_arrays([0, 1], ["a", None])},
+            r"a.arrow, row 1: has nothing in `text`\n  found: null",
+        ),
+        (
             pa.table([pa.array(["a"])] * 2, ["text"] * 2),
             r"has several columns `text` of text.*\n  found: text: string, text: string",
         ),
@@ -188,9 +192,14 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path, write, damage, messa
 )
 def test_a_column_without_documents_is_refused_with_its_row(tmp_path, table, message):
     table = pa.table(table) if isinstance(table, dict) else table
-    parquet.write_table(table, tmp_path / "a.parquet")
+    path = tmp_path / ("a.arrow" if "a.arrow" in message else "a.parquet")
+    if path.suffix == ".arrow":  # keeps dictionaries as they are
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        parquet.write_table(table, path)
     with pytest.raises(DataError, match=message):
-        read(tmp_path / "a.parquet")
+        read(path)
 
 
 def test_a_column_is_taken_by_its_whole_name(tmp_path):

@@ -176,6 +176,20 @@ def test_settings_that_contradict_the_pieces_are_refused(kind, config, problem, 
         tokenizer_files.load(path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "BertTokenizer", "strip_accents": True},  # null of tokenizer.json, too
+        {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False},  # reads no such key
+    ],
+)
+def test_settings_that_mean_what_the_pieces_do_are_no_contradiction(config, tmp_path):
+    path = KINDS["word-piece"](tmp_path / "t")
+    said = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(said | config))
+    assert tokenizer_files.load(path).ends
+
+
 def test_pieces_that_are_drawn_anew_each_time_are_refused(tmp_path):
     pieces = json.loads(byte_level().to_str())
     pieces["model"]["dropout"] = 0.1

@@ -24,7 +24,7 @@ from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import meshes
 from holmesjax.planner.step_time import step_seconds
-from holmesjax.schedules.pipeline_schedules import TaskOrder
+from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder
 from tests.clusters import (
     compositions,
     golden_plan,
@@ -152,7 +152,7 @@ def refused_in_vain(config, topology):
     return found
 
 
-def least_stages(problem, settings):
+def least_stages(problem, settings, schedule):
     """Numbers of stages for which memory holds any plan, all tried one after the other."""
     found = set()
     meshes_of = [[*meshes(problem.config, pool, settings)] for pool in problem.pools]
@@ -168,9 +168,10 @@ def least_stages(problem, settings):
             ]
             for segments in itertools.product(*options):
                 p = sum(segment.num_stages for segment in segments)
-                if p in found or p > problem.num_layers:
+                is_possible = SCHEDULES[schedule].suits(p, settings.microbatches)
+                if p in found or p > problem.num_layers or not is_possible:
                     continue
-                order = TaskOrder("1f1b", p, settings.microbatches)
+                order = TaskOrder(schedule, p, settings.microbatches)
                 tried = [
                     Assignment(segments, layers) for layers in compositions(problem.num_layers, p)
                 ]
@@ -179,8 +180,10 @@ def least_stages(problem, settings):
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_memory_is_looked_at_for_every_number_of_stages(seed):
+@pytest.mark.parametrize(
+    "seed, schedule", [*((seed, "1f1b") for seed in range(6)), (10, "zero_bubble")]
+)
+def test_memory_is_looked_at_for_every_number_of_stages(seed, schedule):
     rng = random.Random(seed)
     clusters = [
         make_cluster(f"c{i}", fabric, (rng.choice([1, 2, 4]),), memory_gib=rng.uniform(0.25, 0.8))
@@ -188,14 +191,14 @@ def test_memory_is_looked_at_for_every_number_of_stages(seed):
     ]
     model = {"num_layers": 5, "width": 1024, "num_heads": 4, "vocab_size": rng.choice([256, 9000])}
     train = {"global_batch": rng.choice([2, 4])}
-    config = make_config(model=model, parallel={"schedule": "1f1b"}, train=train)
+    config = make_config(model=model, parallel={"schedule": schedule}, train=train)
     problem = make_problem(config, make_topology(*clusters))
     for settings in shortlist.step_settings(config):
         found = {
             sum(segment.num_stages for segment in segments)
             for segments in fitting(problem, settings)
         }
-        assert found == least_stages(problem, settings), settings
+        assert found == least_stages(problem, settings, schedule), settings
 
 
 def test_what_a_run_sets_of_a_plan_is_named_with_what_it_costs():
