@@ -14,9 +14,9 @@ import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.config.update_rules import Kept, NumberFormat, factored_dims
-from holmesjax.costs.parameters import Extent, num_parameters, stage_extents
+from holmesjax.costs.parameters import Extent, stage_extents
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape
-from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
+from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS, Parameter
 from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import Numbers, Sizes
@@ -146,15 +146,24 @@ def kept_bytes(model: ModelConfig, stage: StageShape, shards: Numbers = 1) -> Nu
     return (in_parts / stage.parameter_parts + rest) / shards + _undivided_bytes(model, stage)
 
 
-def checkpoint_bytes(
-    model: ModelConfig, kept: tuple[Kept, ...], param_dtype: str = "float32"
+def saved_bytes(
+    parameters: Iterable[Parameter], kept: tuple[Kept, ...], param_dtype: str, compute_dtype: str
 ) -> float:
-    """Bytes of a checkpoint of the whole model: its parameters, and what the optimizer keeps."""
-    numbers = num_parameters(model)
-    whole = _stage_state(model, (1, *block_counts(model), 1))
-    squares, others = sum(extent.size for extent in whole.squares), whole.others.size
-    own = sum(_format_bytes(form, numbers, 0, squares, others) for form in kept)
-    return float(DTYPE_BYTES[param_dtype] * numbers + own)
+    """Bytes of a layer in a checkpoint: of its parameters, and of what the optimizer keeps of some.
+
+    Those that do not train are in the compute dtype, or in float32 if a step changes them.
+    """
+    parameters = list(parameters)
+    numbers = sum(parameter.size() for parameter in parameters if parameter.trains)
+    fixed = sum(
+        parameter.size() * DTYPE_BYTES["float32" if parameter.changes else compute_dtype]
+        for parameter in parameters
+        if not parameter.trains
+    )
+    wide, squares, others = _State.of(parameters)
+    of_means = sum(extent.size for extent in squares)
+    own = sum(_format_bytes(form, numbers, wide.size, of_means, others.size) for form in kept)
+    return float(DTYPE_BYTES[param_dtype] * numbers + fixed + own)
 
 
 def _undivided_bytes(model: ModelConfig, stage: StageShape) -> Numbers:

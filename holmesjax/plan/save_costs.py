@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from holmesjax.config import Config, update_rules
-from holmesjax.costs.optimizer_state import checkpoint_bytes
-from holmesjax.costs.parameters import num_parameters
+from holmesjax.costs.optimizer_state import saved_bytes
 from holmesjax.files import places
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan import partners
+from holmesjax.plan.outer_rule import owner_of, trained_sizes
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology.machines import FABRICS, Topology
@@ -23,6 +23,7 @@ DISK_BYTES_PER_S = 1e9
 # What one core encrypts or decrypts, and sends or takes: `benchmarks.transports` at 16 MiB on two
 # virtual cores that serve both ends (docs/security.md).
 TLS_BYTES_PER_S = 0.57e9
+OUTER_BYTES = 8  # of a number of an island's own: the global weight and its momentum, in float32
 NAMED = 4  # nodes, in a line
 
 
@@ -43,14 +44,21 @@ def describe(config: Config, topology: Topology, plan: Plan) -> list[str]:
 
 def part_bytes(config: Config, plan: Plan) -> list[float]:
     """Bytes of each part of a checkpoint, in the order of the parts."""
-    kept = update_rules.kept(config.optimizer)
-    of_all = checkpoint_bytes(config.model, kept, config.train.param_dtype)
+    kept, train = update_rules.kept(config.optimizer), config.train
     sizes = {
-        name: sum(parameter.size() for parameter in kind.parameters)
+        name: saved_bytes(kind.parameters, kept, train.param_dtype, train.compute_dtype)
         for name, kind in layers(config.model).items()
     }
-    share = of_all / num_parameters(config.model)
-    return [share * sum(sizes[layer] for layer in names) for _, names in partners.part_layers(plan)]
+    of_meetings: Counter[tuple[int, str]] = Counter()  # by island and layer
+    if plan.islands:
+        owner, numbers = owner_of(config.model, len(plan.islands)), trained_sizes(config.model)
+        for name, island in owner.items():
+            of_meetings[island, name.partition(".")[0]] += OUTER_BYTES * numbers[name]
+    return [
+        sum(sizes[layer] + of_meetings[island, layer] for layer in names)
+        for island, pipeline in enumerate(plan.pipelines)
+        for _, names in pipeline.chunks
+    ]
 
 
 def _saves(config: Config, topology: Topology, plan: Plan) -> Iterator[str]:
@@ -62,18 +70,21 @@ def _saves(config: Config, topology: Topology, plan: Plan) -> Iterator[str]:
     every = f"{steps} steps" if steps else f"{minutes:g} min"
     largest = max(of_stage.values())
     if places.is_url(config.run.dir):
-        slowest = max(n / _ethernet(topology, plan.stages[s].nodes[0]) for s, n in of_stage.items())
-        where = f"over Ethernet to {config.run.dir}"
+        rates = {stage: _ethernet(topology, plan.stages[stage].nodes[0]) for stage in of_stage}
+        where = f"to {config.run.dir}, at an unknown rate"
+        if all(rates.values()):
+            slowest = max(num_bytes / rates[stage] for stage, num_bytes in of_stage.items())
+            where = f"{show(slowest, 's')} over Ethernet to {config.run.dir}"
     else:
-        slowest, where = largest / DISK_BYTES_PER_S, "on a disk of 1 GB/s"
+        where = f"{show(largest / DISK_BYTES_PER_S, 's')} on a disk of 1 GB/s"
     yield (
         f"saves       {show(sum(sizes), 'B')} every {every}, {show(largest, 'B')} by the largest "
-        f"stage: {show(slowest, 's')} {where}, beside steps"
+        f"stage: {where}, beside steps"
     )
 
 
 def _ethernet(topology: Topology, node: str) -> float:
-    """Bytes per second of a node's Ethernet; without any, of its fastest network."""
+    """Bytes per second of a node's Ethernet; without any, of its fastest network, or 0."""
     rates: Counter[bool] = Counter()
     for nic in topology.node(node).nics:
         reached = FABRICS[nic.fabric].reached * nic.count * nic.rate_bytes_per_s
@@ -106,15 +117,22 @@ def _partners(config: Config, topology: Topology, plan: Plan) -> Iterator[str]:
 def _encryption(config: Config, plan: Plan) -> Iterator[str]:
     if config.distributed.encrypt == "never" or plan.islands:
         return
-    where = [plan.stages[stage].cluster for stage, _ in plan.chunks]
-    pairs = list(itertools.pairwise(where))
+    neighbours = itertools.pairwise(plan.stages[stage] for stage, _ in plan.chunks)
+    pairs = [(a, b) for a, b in neighbours if a.nodes != b.nodes]
     if config.distributed.encrypt == "auto":
-        pairs = [(a, b) for a, b in pairs if a != b]
+        pairs = [(a, b) for a, b in pairs if a.cluster != b.cluster]
     if not pairs:
         return
-    num_bytes = 2 * plan.microbatches * plan.boundary_bytes * len(pairs)
-    names = sorted({" and ".join(sorted({a, b})) for a, b in pairs})
+    num_bytes = 2 * plan.microbatches * plan.boundary_bytes
+    of_node: Counter[str] = Counter()
+    for a, b in pairs:
+        # The nodes of the smaller stage share what crosses, each with one of the other stage.
+        flows = list(zip(a.nodes, b.nodes, strict=False))
+        for node in itertools.chain.from_iterable(flows):
+            of_node[node] += num_bytes / len(flows)  # type: ignore[assignment]
+    names = sorted({" and ".join(sorted({a.cluster, b.cluster})) for a, b in pairs})
     yield (
-        f"encrypted   {show(num_bytes, 'B')} a step, between {', '.join(names)}: "
-        f"{show(num_bytes / TLS_BYTES_PER_S, 's')} of a core at each end; nothing on one machine"
+        f"encrypted   {show(num_bytes * len(pairs), 'B')} a step, between {', '.join(names)}: "
+        f"{show(max(of_node.values()) / TLS_BYTES_PER_S, 's')} of a core of the busiest node; "
+        "nothing on one machine"
     )

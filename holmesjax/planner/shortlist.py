@@ -10,8 +10,8 @@ the best segments are those that hold all layers in the fewest seconds of one mi
 over the pools, solved exactly by dynamic programming over loads. A range of limits makes a list.
 
 With layers of several kinds, a unit of load takes in a bound the seconds and the bytes that it
-takes in the cheapest kind, so that the bound holds for any of them. For the list both are the mean
-of all kinds, since a sparse layer may have twenty times the parameters of a dense one of equal load.
+takes in the cheapest kind, so that the bound holds for any of them. For the list both are the means
+over all kinds: a sparse layer may have twenty times the parameters of a dense one of equal load.
 
 Between two segments a whole microbatch crosses in each direction, shared by the nodes of the
 smaller stage. The crossing takes no longer than the limit either.

@@ -13,8 +13,6 @@ from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import TypeVar
 
-from holmesjax.config import Config, update_rules
-from holmesjax.costs import optimizer_state
 from holmesjax.errors import ConfigError
 from holmesjax.files import places
 from holmesjax.hosts import doctor, kernel_check
@@ -31,6 +29,7 @@ from holmesjax.hosts.agent_messages import (
 )
 from holmesjax.hosts.doctor import Finding
 from holmesjax.job import Job
+from holmesjax.plan import save_costs
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.plan.processes import Process, domain_fabric, fabric_between, make_processes
 from holmesjax.transport import addresses
@@ -104,7 +103,8 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
         job.topology,
         facts,
         is_rehearsal=is_rehearsal,
-        needed_bytes=checkpoint_bytes(job.config) * job.config.checkpoint.most_on_disk(run_s),
+        needed_bytes=sum(save_costs.part_bytes(job.config, job.plan))
+        * job.config.checkpoint.most_on_disk(run_s),
         url=job.config.run.dir if places.is_url(job.config.run.dir) else None,
     )
     if has_gpus:
@@ -115,12 +115,6 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
         yield doctor.kernels(agents.ask_all(dict.fromkeys(facts, question), longest_s))
     yield from _coordinators(job, agents, facts)
     yield from doctor.reachability(_reach(job, agents, facts))
-
-
-def checkpoint_bytes(config: Config) -> float:
-    """Returns the bytes of one checkpoint of the whole model."""
-    kept = update_rules.kept(config.optimizer)
-    return optimizer_state.checkpoint_bytes(config.model, kept, config.train.param_dtype)
 
 
 @contextmanager

@@ -1,19 +1,16 @@
 """A run whose disks are lost comes back from the memory of partners, bit for bit."""
 
 import json
-import math
 import os
 import shutil
 import signal
 import time
-from collections import Counter
 
-from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest, stores
 from holmesjax.distributed import partner_memory
-from holmesjax.plan import save_costs
 from holmesjax.report import metrics
 from tests.jobs import RunningJob, compiling_as_here, run_launch, write_run
+from tests.priced_saves import assert_priced_as_written
 
 CLUSTERS = {"a": (1,), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=16", "checkpoint.every=2"]
@@ -70,17 +67,6 @@ def test_lost_disks_come_back_from_memory(tmp_path):
     assert " at the link's " in job.output
     assert "b/b-0 | fetched part_" in job.output
     assert losses(home) == losses(undisturbed)
-    assert_priced_as_written(tmp_path)
+    assert_priced_as_written(tmp_path / "run")
     memory = partner_memory.folder_of(stores.known_identifier(home), "a-0")
     assert not memory.parent.exists()  # the run has ended, and gives it back
-
-
-def assert_priced_as_written(tmp_path):
-    """The bytes of each part in the plan are those of its arrays, but for a few scalars."""
-    job = jobs.load_saved(tmp_path / "run")
-    written = Counter()
-    for array in manifest.find(tmp_path / "run")[0].manifest["arrays"].values():
-        written[array["part"]] += 4 * math.prod(array["shape"])
-    priced = save_costs.part_bytes(job.config, job.plan)
-    for number, num_bytes in enumerate(priced):
-        assert 0 <= written[manifest.part_name(number)] - num_bytes < 64

@@ -24,6 +24,7 @@ from holmesjax.training_setup import read_batches
 from launch.__main__ import main
 from tests.clusters import make_cluster, make_config, make_topology
 from tests.diloco import diloco
+from tests.priced_saves import assert_priced_as_written
 
 RUN = "configs/runs/quickstart.yaml"
 SMALL = {
@@ -76,6 +77,7 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     between = saved(tmp_path / "cut", 3)
     table = "params.embed.token_VD"
     assert between[f"island_0.{table}"] != between[f"island_1.{table}"]
+    assert_priced_as_written(tmp_path / "cut")
     shutil.copytree(tmp_path / "cut", tmp_path / "others")
     Trainer(tmp_path / "cut", stream=io.StringIO()).run()
     assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
