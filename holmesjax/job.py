@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -31,7 +32,7 @@ from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan import mfu, pins, plan as plans, save_costs
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
-from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan import Axis, Plan
 from holmesjax.planner.refusals import refuse_empty_groups
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
@@ -40,6 +41,7 @@ from holmesjax.topology.machines import Node, Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
+PARTS = (Axis.FSDP, Axis.CONTEXT, Axis.EXPERT)  # the axes that cut a replica's parameters
 PROFILES = "profiles"  # what JAX's profiler writes of steps
 
 # Who reads the data on this machine: the one process of a run, or the processes of a node.
@@ -263,14 +265,28 @@ class Job:
     def _numbers(self) -> list[str]:
         """Returns the lines of the number formats; gradients are float32 on every plan."""
         train, optimizer = self.config.train, self.config.optimizer
-        sent = train.reduction_dtype
         return [
             f"numbers     products in {train.compute_dtype}, gradients summed in float32, "
-            f"{'' if sent == 'float32' else f'sent between replicas in {sent}, '}"
+            f"{self._sent()}"
             f"{'' if train.param_dtype == 'float32' else f'parameters in {train.param_dtype}, '}"
             f"{update_rules.describe(optimizer)}",
             *self._fp8(),
         ]
+
+    def _sent(self) -> str:
+        """Returns the words about gradients that are to be rounded before they are sent."""
+        if (dtype := self.config.train.reduction_dtype) == "float32":
+            return ""
+        of_data = lambda mesh: mesh.get(Axis.DATA, 1)
+        meshes = [stage.mesh for stage in self.plan.stages if of_data(stage.mesh) > 1]
+        if not meshes:
+            return "none sent between replicas, "
+        parts = lambda mesh: math.prod(mesh.get(axis, 1) for axis in PARTS)  # of a replica
+        if all(self.config.model.width // parts(mesh) % of_data(mesh) for mesh in meshes):
+            return "sent between replicas in float32 (`data` does not divide the model width), "
+        if set(self.device_kinds) == {CPU}:
+            return f"rounded to {dtype} and sent between replicas in float32 (by CPUs), "
+        return f"sent between replicas in {dtype}, "
 
     def _fp8(self) -> list[str]:
         """Returns the lines about products in fp8, if there are any."""

@@ -20,7 +20,12 @@ from holmesjax.costs.parameters import (
     stage_extents,
     stage_unsent,
 )
-from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.costs.stage_shape import (
+    DTYPE_BYTES,
+    StageShape,
+    is_cut_by_data,
+    stage_tokens,
+)
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.topology.machines import Numbers
@@ -148,8 +153,8 @@ def stage_memory_bytes(
     width = DTYPE_BYTES[stage.dtype]
     parts = stage.parameter_parts
     held, trained = held_parameters(model, stage)
-    is_whole = model.width // parts % stage.data == 0
-    shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_whole)
+    is_cut = is_cut_by_data(model, stage)
+    shards = 1 + (stage.data - 1) * (implementation.shards_optimizer & is_cut)
     residuals: dict[str, Numbers] = {"middle": 0.0, "last": 0.0}
     for count, kind, policy in stage.policies(model):
         place = "middle" if kind.place == "first" else kind.place
@@ -175,9 +180,9 @@ def stage_memory_bytes(
     freed = items["activations"] + items["logits"]  # by the end of the last backward
     if stage.is_whole_step:
         freed, items["gradients"] = _left(freed, items["gradients"])
-    if np.any(is_cut := parts > 1):
+    if np.any(is_in_parts := parts > 1):
         needed = _gathered_bytes(model, stage, implementation, items["logits"])
-        items["gathered"] = is_cut * np.maximum(0.0, needed - items["temporaries"])
+        items["gathered"] = is_in_parts * np.maximum(0.0, needed - items["temporaries"])
     if np.any(stage.waiting) and np.any(stage.expert > 1):
         items["waiting"] = _waiting_bytes(model, stage)
     if np.any(is_summed := stage.data > 1):

@@ -7,6 +7,7 @@ the seconds of layers.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.config.update_rules import Kept
@@ -93,6 +94,11 @@ class StageShape:
     def policies(self, model: ModelConfig) -> tuple[tuple[int, Kind, Checkpointing], ...]:
         """The kinds of the stage's layers with their checkpointing, and the number of each."""
         return _with_policies(model, self.counts, self.again, self.checkpointing)
+
+
+def is_cut_by_data(model: ModelConfig, stage: StageShape) -> Any:
+    """Whether `data` cuts the model width of a replica's part; an array for a stage of arrays."""
+    return model.width // stage.parameter_parts % stage.data == 0
 
 
 @cached(10_000)  # a search asks over and over

@@ -33,11 +33,17 @@ from holmesjax.costs.products import (
     orthogonalizing_products,
     trained_products,
 )
-from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.costs.stage_shape import (
+    DTYPE_BYTES,
+    StageShape,
+    is_cut_by_data,
+    stage_tokens,
+)
 from holmesjax.costs.tensor_times import tensor_s
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.layer_specs.model_layers import cached
+from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import DeviceKind, Numbers, Sizes
 from kernels.attention.choice import AttentionChoice
 
@@ -460,16 +466,24 @@ def _context_s(
 
 
 def _reduce_s(
+    model: ModelConfig,
     stage: StageShape,
+    devices: Sequence[DeviceKind],
     trained: Numbers,
     data: Group | Groups | None,
     implementation: Implementation,
 ) -> Numbers:
     """Seconds of a step in which gradients are summed over `data`."""
+    wide_s = collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
     if stage.reduction_dtype == "float32":
-        return collective_times.reduce_scatter_s(implementation.gradient_bytes * trained, data)
-    # Each device sums what all send it (`collectives.reduce_scatter`).
-    return collective_times.all_to_all_s(DTYPE_BYTES[stage.reduction_dtype] * trained, data)
+        return wide_s
+    # Each device sums what all send it (`collectives.reduce_scatter`). XLA widens it on CPUs.
+    is_of_cpus = any(device.name == CPU for device in devices)
+    sent_bytes = DTYPE_BYTES["float32" if is_of_cpus else stage.reduction_dtype]
+    narrow_s = collective_times.all_to_all_s(sent_bytes * trained, data)
+    # What `data` does not cut is sent in float32 in any case.
+    is_cut = is_cut_by_data(model, stage)
+    return narrow_s * is_cut + wide_s * (1 - is_cut)
 
 
 def stage_times(
@@ -526,7 +540,7 @@ def stage_times(
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, (fsdp, context, expert), implementation)
     forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
-    reduce_s = _reduce_s(stage, trained, data, implementation)
+    reduce_s = _reduce_s(model, stage, devices, trained, data, implementation)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)
     exposed_reduce_s, exposed_gather_s = reduce_s, gather_s
     if implementation.overlaps:

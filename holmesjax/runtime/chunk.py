@@ -454,7 +454,8 @@ class Chunk:
         """Gradients of the replicas, reduce-scattered over `data` into the master layout.
 
         Each layer is a bucket, reduced by one collective, and one more for what cannot be cut,
-        where XLA does not join collectives. What cannot be cut is small, and crosses in float32.
+        where XLA does not join collectives. What cannot be cut crosses in float32: it is all where
+        `data` divides no dim of a replica's parts.
         """
         replica_specs, master_specs = self._specs()
         dims = self._data_dims()

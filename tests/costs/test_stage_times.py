@@ -166,24 +166,42 @@ def test_bfloat16_halves_what_is_gathered():
 
 def test_gradients_that_are_rounded_go_to_whoever_sums_them():
     """Half of the bytes where replicas have nodes of their own; else the path is shared."""
+    model = dataclasses.replace(MODEL, width=4)
     link = Link(fabric="nvlink", bandwidth_bytes_per_s=100.0, latency_s=0.0)
     apart = Group(size=4, nodes=4, inside=link, between=link)
     narrow, wide = (
-        stage_times(MODEL, shape_of(data=4, reduction_dtype=dtype), [DEVICE], apart, None)
+        stage_times(model, shape_of(data=4, reduction_dtype=dtype), [DEVICE], apart, None)
         for dtype in ("bfloat16", "float32")
     )
-    # Parameters: 12 D^2 + 2 D = 52 a layer, V D = 16 twice, and D = 2. Three of four parts leave.
-    parameters = 3 * 52 + 16 + 16 + 2
+    # Parameters: 12 D^2 + 2 D = 200 a layer, V D = 32 twice, and D = 4. Three of four parts leave.
+    parameters = 3 * 200 + 32 + 32 + 4
     start_s, step_s = collective_times.START_S, apart.step_s
     assert narrow.reduce_s == pytest.approx(start_s + step_s + 2 * parameters * 3 / 4 / 100)
     assert wide.reduce_s == pytest.approx(start_s + 3 * step_s + 4 * parameters * 3 / 4 / 100)
     assert narrow.gather_s == wide.gather_s
     pairs = Group(size=4, nodes=2, inside=link, between=link)
-    shared = stage_times(MODEL, shape_of(data=4, reduction_dtype="bfloat16"), [DEVICE], pairs, None)
+    shared = stage_times(model, shape_of(data=4, reduction_dtype="bfloat16"), [DEVICE], pairs, None)
     # Both devices of a node send what two others sum: as much as a ring sends in float32, and more.
     assert shared.reduce_s == pytest.approx(
         start_s + pairs.step_s + 2 * parameters * 2 * 2 / 4 / 100
     )
+
+
+def test_gradients_that_are_sent_in_float32_are_priced_so():
+    """Those whose width `data` does not divide, and all of CPUs."""
+    link = Link(fabric="nvlink", bandwidth_bytes_per_s=100.0, latency_s=0.0)
+    apart = Group(size=3, nodes=3, inside=link, between=link)
+    uncut = [
+        stage_times(MODEL, shape_of(data=3, reduction_dtype=dtype), [DEVICE], apart, None)
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert uncut[0].reduce_s == uncut[1].reduce_s
+    cpu = dataclasses.replace(DEVICE, name="cpu")
+    pair = dataclasses.replace(apart, size=2, nodes=2)
+    narrow = shape_of(data=2, reduction_dtype="bfloat16")
+    on_cpu, on_gpu = (stage_times(MODEL, narrow, [d], pair, None) for d in (cpu, DEVICE))
+    fixed_s = collective_times.START_S + pair.step_s
+    assert on_cpu.reduce_s - fixed_s == pytest.approx(2 * (on_gpu.reduce_s - fixed_s))
 
 
 @given(collective_s=st.floats(0, 100), compute_s=st.floats(0, 100), num_parts=st.integers(1, 100))

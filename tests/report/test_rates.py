@@ -54,6 +54,22 @@ def test_the_plan_says_in_which_numbers_it_sums(tmp_path, moments):
     assert f"numbers     {line}" in job.describe()
 
 
+@pytest.mark.parametrize(
+    "kind, nodes, settings, words",
+    [
+        ("h100", (2,), ["parallel.data=2"], "sent between replicas in bfloat16"),
+        ("cpu", (2,), ["parallel.data=2"], "rounded to bfloat16 and sent between replicas in f"),
+        ("h100", (3,), ["parallel.data=3", "train.global_batch=12"], "in float32 (`data` does not"),
+        ("h100", (1,), [], "none sent between replicas"),
+    ],
+)
+def test_the_header_says_how_gradients_are_sent(tmp_path, kind, nodes, settings, words):
+    narrow = ["train.compute_dtype=bfloat16", "train.reduction_dtype=bfloat16"]
+    job = load(tmp_path, *GPT, *narrow, *settings, kind=kind, nodes=nodes)
+    [line] = [line for line in job.describe() if line.startswith("numbers ")]
+    assert words in line
+
+
 def test_the_header_says_when_a_warmup_by_tokens_ends(tmp_path):
     settings = ["optimizer.schedule_by=tokens", "optimizer.warmup_steps=0"]
     settings += ["optimizer.warmup_tokens=600", "train.rampup=[{steps: 3, global_batch: 4}]"]
