@@ -181,7 +181,7 @@ def _is_arrays(head: bytes) -> bool:
 
 
 def _behind_array(head: bytes) -> bytes:
-    """What follows a first line that is a whole array of objects; nothing behind any other."""
+    """The bytes behind a first line that is a whole array of objects; none behind another one."""
     line, _, rest = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if OBJECTS.match(line):
         with contextlib.suppress(ValueError, RecursionError):

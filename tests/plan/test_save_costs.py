@@ -61,7 +61,7 @@ BOTH = [("ib", ("ib-0", "ib-1"), (0, 1)), ("roce", ("roce-0", "roce-1"), (2, 3))
     ],
 )
 def test_encryption_is_charged_to_the_node_that_has_most_of_it(encrypt, stages, seconds):
-    """What crosses a boundary in both directions is one second of a core at each end."""
+    """A boundary takes one second of a core at each end."""
     plan = dataclasses.replace(plan_of(*stages), boundary_bytes=save_costs.TLS_BYTES_PER_S / 2)
     config = dataclasses.replace(make_config(), distributed=DistributedConfig(encrypt=encrypt))
     line = save_costs.describe(config, IB_ROCE, plan)[-1]
