@@ -35,6 +35,10 @@ class UnreadError(Exception):
     """A source lives, and cannot give a piece."""
 
 
+class UntakenError(PeerError):
+    """The disk here does not take what has come."""
+
+
 def fetch(
     folder: Path,
     checkpoint: Checkpoint,
@@ -44,6 +48,7 @@ def fetch(
     say: Callable[[str], object],
     *,
     first: Collection[str] = (),
+    second: Source | None = None,
     again: bool = False,
     bytes_per_s: float | None = None,
 ) -> None:
@@ -58,11 +63,12 @@ def fetch(
       advance: called with each piece.
       say: takes lines that tell how far it is.
       first: parts that are asked of `source` before a URL.
+      second: as `source`, for what came of such a part with other bytes than were written.
       again: brings those that are here, too; each stays until what has come is whole.
       bytes_per_s: of the link over which parts come; None: not known.
 
-    Raises PeerError if a part cannot be fetched now, and DamagedError if a file of a part at a URL
-    has not come as it was written, twice.
+    Raises PeerError if a part cannot be fetched now, UntakenError where that is for the disk here,
+    and DamagedError if a file of a part at a URL has not come as it was written, twice.
     """
     files = checkpoint.manifest["files"]
     here = lambda: set() if again else set(stores.held(folder, checkpoint.step, files))
@@ -83,7 +89,9 @@ def fetch(
                 if upload:
                     at_url = [functools.partial(_of_upload, upload, copy.step)]
                 other = [source] if source else []
-                sources = [*other, *at_url] if copy.part in first else [*at_url, *other]
+                sources = [*at_url, *other]
+                if copy.part in first:
+                    sources = [*other, *at_url, *([second] if second else [])]
                 try:
                     _fetch_part(copy, sources, progress, advance)
                 except stores.ChangedError as error:
@@ -195,7 +203,8 @@ def _fetch_part(
             deadline_s, seen = time.monotonic() + RETRY_S, progress.done
         is_of_disk = isinstance(problem, _DiskError)
         if is_of_disk or not sources or time.monotonic() > deadline_s:
-            raise _unfetched(copy, "cannot be fetched", problem) from None
+            of = UntakenError if is_of_disk else PeerError
+            raise _unfetched(copy, "cannot be fetched", problem, of) from None
         time.sleep(1.0)  # another store may come, or this one again
 
 
@@ -265,7 +274,9 @@ def _only_one(copy: Copy, advance: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def _unfetched(copy: Copy, problem: str, found: object) -> PeerError:
+def _unfetched(
+    copy: Copy, problem: str, found: object, of: type[PeerError] = PeerError
+) -> PeerError:
     where = f"{copy.part} of the checkpoint after step {copy.step}"
     fix = "start again with the same command: it goes on with what is fetched"
-    return PeerError(where, problem, found=found, fix=fix)
+    return of(where, problem, found=found, fix=fix)

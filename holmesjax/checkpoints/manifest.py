@@ -273,9 +273,11 @@ def newest(
     if move:
         _refuse_lost(run_dir, warn, pause)
     bad: list[tuple[Checkpoint, DamagedError]] = []
-    for candidate in find(run_dir):
+    left, mended = find(run_dir), set[Path]()
+    while left:
+        candidate = left[0]
         try:
-            if candidate.path in known:
+            if candidate.path in known and candidate.path not in mended:
                 raise known[candidate.path]
             verify(candidate)
             if not fetches:
@@ -288,9 +290,12 @@ def newest(
             may_be_there = has_partner and part in candidate.manifest.get("stores", {})
             if not (move and part and may_be_there) or isinstance(error, GoneError):
                 bad.append((candidate, error))
+                left.pop(0)
                 continue
-            set_part_aside(candidate, part)
+            set_part_aside(candidate, part, move)
+            mended.add(candidate.path)  # and is looked at again: another part may be damaged, too
             warn(f"warning: {error.where}: {error.problem}; a partner may have it in memory")
+            continue
         if move:
             check()
             _note(run_dir, candidate.step)
@@ -340,14 +345,22 @@ def _set_aside(path: Path, move: Move) -> Path:
     while target.exists():
         number += 1
         target = path.with_name(f"{path.name}.{number}.damaged")
-    try:
+    with _renaming(path):
         move(path, target)
+    return target
+
+
+@contextlib.contextmanager
+def _renaming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise_if_passing(error)
         problem = "is damaged, and cannot be renamed to set it aside"
         fix = "make the run folder writable"
         raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None
-    return target
 
 
 def folder_of(run_dir: str | Path, step: int) -> Path:
@@ -374,11 +387,13 @@ def damaged_part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
     return name if found and name.startswith(PART) else None
 
 
-def set_part_aside(checkpoint: Checkpoint, part: str) -> None:
+def set_part_aside(checkpoint: Checkpoint, part: str, move: Move = os.rename) -> None:
     """Renames a part that is damaged here, so that it is fetched from where it is whole."""
     path = checkpoint.path / part
-    with contextlib.suppress(FileNotFoundError):  # another process has done it, or it is not here
-        path.rename(path.with_name(f"{part}.{secrets.token_hex(4)}.damaged"))
+    target = path.with_name(f"{part}.{secrets.token_hex(4)}.damaged")
+    # Another process may have done it, or the part is not here.
+    with contextlib.suppress(FileNotFoundError), _renaming(path):
+        move(path, target)
 
 
 def begin(run_dir: str | Path, step: int) -> Path:

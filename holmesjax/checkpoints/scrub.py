@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from holmesjax.checkpoints import manifest, second_reading
+from holmesjax.checkpoints import manifest, second_reading, stores
+from holmesjax.errors import HolmesError
 from holmesjax.liveness.helper_process import StoppedError
 
 AGAIN_S, LOOK_S = 60.0, 0.2  # until damage is looked for again; between two looks for the end
@@ -91,9 +92,9 @@ class Scrub:
         assert self._mb_per_s is not None
         checkpoint = manifest.at(manifest.folder_of(self._run_dir, step))
         parts = dict.fromkeys(map(manifest.part_of, checkpoint.manifest.get("files", ())))
-        away = manifest.elsewhere(checkpoint)
-        here = [part for part in parts if part not in away]
         try:
+            away = manifest.elsewhere(checkpoint).keys() - stores.lost(self._run_dir, checkpoint)
+            here = [part for part in parts if part not in away]
             read = functools.partial(
                 second_reading.read_again, checkpoint, here, mb_per_s=self._mb_per_s
             )
@@ -103,7 +104,7 @@ class Scrub:
                 done = read(pause=self._pause)
         except StoppedError:
             return
-        except OSError as error:
+        except (OSError, HolmesError) as error:
             self._say(f"warning: the checkpoint after step {step} is not read again: {error}")
             return
         if done.status == second_reading.DAMAGED:

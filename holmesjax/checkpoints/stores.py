@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import HolmesError, LostLeaseError, raise_if_passing
 from holmesjax.files import json_text, places, regular_files, whole_files
 from holmesjax.files.whole_files import write_whole
@@ -202,6 +203,16 @@ def _has(folder: Path, step: int, file: str, num_bytes: int) -> bool:
         return False
 
 
+def lost(folder: Path, checkpoint: Checkpoint) -> list[str]:
+    """The parts of a checkpoint that were written to this folder and are not in it any more."""
+    store = known_identifier(folder)
+    return [
+        part
+        for part, where in manifest.elsewhere(checkpoint).items()
+        if where["id"] == store and not places.is_url(where["folder"])
+    ]
+
+
 def committed_steps(folder: Path) -> list[int]:
     """The steps whose manifest is in a store."""
     return [step for step, _ in manifest.finished(folder)]
@@ -365,14 +376,18 @@ class Copy:
     def finish(self) -> None:
         """Renames the copy, on the disk when this returns.
 
-        Raises ChangedError if a file is not what the manifest says; it is then removed.
+        Raises ChangedError if files are not what the manifest says; all these are then removed.
         """
         growing = self.path.with_name(self.part + FETCHING)
-        for file, facts in self.own_files.items():
-            path = self.growing(file)
-            if facts["sha256"] and manifest.sha256_of(path) != facts["sha256"]:
-                path.unlink()
-                raise ChangedError(file)
+        changed = [
+            file
+            for file, facts in self.own_files.items()
+            if facts["sha256"] and manifest.sha256_of(self.growing(file)) != facts["sha256"]
+        ]
+        for file in changed:
+            self.growing(file).unlink()
+        if changed:
+            raise ChangedError(changed[0])
         whole_files.sync_below(growing)
         if self.path.exists():  # not whole: nothing is fetched that is
             self.path.rename(self.path.with_name(f"{self.part}.{secrets.token_hex(4)}.damaged"))

@@ -56,6 +56,11 @@ class OwnStore:
     in_memory = False  # whether it is a partner's memory
     is_copying = False  # whether that makes a copy
 
+    @property
+    def copied(self) -> list[int]:
+        """The steps that a partner's memory has copied."""
+        return []
+
     def __init__(
         self,
         folder: Path,
@@ -151,9 +156,10 @@ class OwnStore:
                         lacking=lacking,
                         damaged=self._scrub.all_damaged(),
                         is_copying=self.is_copying,
+                        copied=self.copied,
                     )
-                case PutManifest(step=step, text=text):
-                    self._put(step, text)
+                case PutManifest(step=step, text=text, stays=stays):
+                    self._put(step, text, stays)
                     answer = Put()
                 case _:
                     raise AssertionError(f"what is {question}?")
@@ -167,7 +173,7 @@ class OwnStore:
             self.mirror.follow(self.folder, steps, last, dropped)
         return lacking
 
-    def _put(self, step: int, text: str) -> None:
+    def _put(self, step: int, text: str, stays: int | None) -> None:
         path = manifest.folder_of(self.folder, step)
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # it is never replaced
@@ -227,15 +233,16 @@ class OwnStore:
             advance,
             say,
             first=in_memory,
+            second=functools.partial(self._reader, of_memory=False),
             bytes_per_s=bytes_per_s,
         )
 
     @contextlib.contextmanager
-    def _reader(self) -> Iterator["_Reader"]:
+    def _reader(self, *, of_memory: bool = True) -> Iterator["_Reader"]:
         connection = self._call(serves=False, timeout_s=START_S)
         connection.sock.settimeout(2 * ANSWER_S)  # the launcher may ask several stores
         with contextlib.closing(connection):
-            yield _Reader(connection)
+            yield _Reader(connection, of_memory)
 
     def set_aside(self, error: DamagedError, checkpoint: Checkpoint) -> HolmesError:
         """Renames the part here that is damaged, so that the next start fetches it; what to raise.
@@ -260,9 +267,9 @@ class OwnStore:
 class _Reader:
     """Reads pieces of files through the launcher."""
 
-    def __init__(self, connection: Connection[Any]):
-        self.connection = connection
+    def __init__(self, connection: Connection[Any], of_memory: bool):
+        self.connection, self._of_memory = connection, of_memory
 
     def __call__(self, name: str, first: int, count: int) -> bytes:
-        question = AskPiece(name=name, first=first, count=count)
+        question = AskPiece(name=name, first=first, count=count, of_memory=self._of_memory)
         return store_messages.ask(self.connection, question)[1]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from holmesjax.distributed.store_messages import (
     Unanswered,
     UnansweredError,
 )
-from holmesjax.errors import CheckpointError, ConfigError, GoneError, HolmesError, of_system
+from holmesjax.errors import CheckpointError, ConfigError, GoneError, of_system
 from holmesjax.files import places, regular_files
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections
@@ -104,7 +104,7 @@ class StoreHub:
         self._in_stores: set[str] = set()  # its parts that object stores have
         self._mirrors: dict[str, Mirror] = {}  # those that were read, by URL
         self._checkpoint: Checkpoint | None = None
-        self._problem: HolmesError | None = None
+        self._problem: Exception | None = None
         self._teller = ThreadPoolExecutor(1, "stores")
         self._is_closed = False
         # Takes the steps of checkpoints that a store has found damaged.
@@ -188,10 +188,10 @@ class StoreHub:
             try:
                 self._check(checkpoint)
                 start()
-            except HolmesError as error:
-                self._problem = error
             except OSError as error:
                 self._problem = of_system(error)
+            except Exception as error:  # else the start waits for a thread that is no more
+                self._problem = error
 
         threading.Thread(target=run, name="stores", daemon=True).start()
 
@@ -232,7 +232,7 @@ class StoreHub:
                     if part in unknown:  # its store may be back for the next start
                         raise of_system(unknown[part])
                 problem = _nowhere(checkpoint, missing)
-                if gone := self._gone(step):
+                if gone := self._gone(checkpoint, missing):
                     raise GoneError.of(problem, gone)
                 raise problem
             if not has_told:
@@ -243,13 +243,15 @@ class StoreHub:
             self._refuse_newer(step)
             self._keep(ALL)
 
-    def _gone(self, step: int) -> list[int]:
+    def _gone(self, checkpoint: Checkpoint, missing: Collection[str]) -> list[int]:
         """The steps from this one down to one that is somewhere whole; none if none is.
 
-        None either where no node keeps copies: whoever has the parts may only be late.
+        None either where parts were written to another store, and no node keeps copies: whoever has
+        them may only be late.
         """
-        gone = [step]
-        for older in [x for x in manifest.find(self._folder) if x.step < step]:
+        gone, is_final = [checkpoint.step], self._is_final(checkpoint, missing)
+        older_ones = [x for x in manifest.find(self._folder) if x.step < checkpoint.step]
+        for older in [x for x in older_ones if manifest.is_sound(x.manifest)]:
             files = older.manifest["files"]
             held = {*stores.held(self._folder, older.step, files), *fetching.held_at_urls(older)[0]}
             for store in self._stores:
@@ -257,10 +259,17 @@ class StoreHub:
                     answer, _ = store.ask(AskHeld(step=older.step, files=files))
                     assert isinstance(answer, HeldParts), answer
                     held |= set(answer.parts)
-            if held >= set(map(manifest.part_of, files)):
-                return gone if self._has_memory else []
+            lacked = set(map(manifest.part_of, files)) - held
+            if not lacked:
+                return gone if is_final else []
+            is_final = is_final and self._is_final(older, lacked)
             gone.append(older.step)
         return []
+
+    def _is_final(self, checkpoint: Checkpoint, missing: Collection[str]) -> bool:
+        """Whether parts that nobody has are gone for good."""
+        was_here = {part for part, x in _written(checkpoint).items() if x["id"] == self.id}
+        return self._has_memory or was_here.issuperset(missing)
 
     def _held(self) -> set[str]:
         """All parts that are somewhere."""
@@ -325,6 +334,7 @@ class StoreHub:
         resumed = [self._checkpoint.step] if self._checkpoint and last == ALL else []
         all_stores = {store.call.id: store for store in self._stores if not store.is_lost}.values()
         is_copying = False
+        copied: list[set[int]] = []  # by each partner's memory
         for store in all_stores:
             with self._warning(store):
                 answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
@@ -334,19 +344,22 @@ class StoreHub:
                     if (store.call.id, step) not in self._damaged:  # it may be told again
                         self._damaged.add((store.call.id, step))
                         self.on_damage(step)
-                if not store.call.in_memory:
+                if store.call.in_memory:
+                    copied.append(set(answer.copied))
+                else:
                     for step in sorted({*answer.lacking, *resumed}):
                         self._put(store, step)
         if is_copying or not steps:  # all partners copy the same step, and none goes on alone
             return
+        whole = set(steps).intersection(*copied)
         for store in all_stores:
             if store.call.in_memory:
                 with self._warning(store):
-                    self._put(store, max(steps))
+                    self._put(store, max(steps), max(whole, default=None))
 
-    def _put(self, store: _Store, step: int) -> None:
+    def _put(self, store: _Store, step: int, stays: int | None = None) -> None:
         path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
-        store.ask(PutManifest(step=step, text=regular_files.read_text(path)))
+        store.ask(PutManifest(step=step, text=regular_files.read_text(path), stays=stays))
 
     @contextlib.contextmanager
     def _warning(self, store: _Store) -> Iterator[None]:
@@ -401,7 +414,8 @@ class StoreHub:
             return
         has_part = [store for store in list(self._stores) if part in store.parts]
         ask = lambda store: lambda: store.ask(question)[1]
-        yield from (ask(store) for store in has_part if store.call.in_memory)
+        if question.of_memory:
+            yield from (ask(store) for store in has_part if store.call.in_memory)
         if upload := fetching.uploads_of(checkpoint).get(part):
             yield self._reader_of(upload, question)
         yield from (ask(store) for store in has_part if not store.call.in_memory)
@@ -426,9 +440,15 @@ class StoreHub:
         return functools.partial(upload.read_piece, copy, step, name, first, count)
 
 
+def _written(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """The places of the parts; none where all were written to the launcher's folder."""
+    found: dict[str, dict[str, str]] = checkpoint.manifest.get("stores", {})
+    return found
+
+
 def _places(checkpoint: Checkpoint | None, parts: Sequence[str]) -> list[str]:
     """The parts with the places where they were written."""
-    known = checkpoint.manifest.get("stores", {}) if checkpoint else {}
+    known = _written(checkpoint) if checkpoint else {}
     named = [
         f"{part} (written to {manifest.place_of(known[part])})" if part in known else part
         for part in parts[:NAMED]

@@ -52,6 +52,7 @@ class AskPiece(Record):
     name: str
     first: int
     count: int
+    of_memory: bool = True  # whether a partner's memory may give them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,8 @@ class KeptSteps(Record):
     kind = "kept"
     lacking: list[int]
     damaged: list[int]
-    is_copying: bool  # whether a partner's memory lacks what it was last told to copy
+    is_copying: bool  # whether a partner's memory still copies what it was last told to
+    copied: list[int]  # steps of which a partner's memory has all that it is to have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ class PutManifest(Record):
     kind = "put manifest"
     step: int
     text: str
+    stays: int | None = None  # a step that all partners have, which stays in their memory
 
 
 @dataclass(frozen=True, kw_only=True)

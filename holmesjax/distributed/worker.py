@@ -312,8 +312,7 @@ class Worker:
             member.send(Up())
             done = loop.run(start.resume, saved.sequences if saved else 0)
         self._leave(done, lambda: None if isinstance(runner, WholeStep) else runner.close())
-        if memory:
-            memory.end()
+        self._end_memory(memory, done)
         return 0 if done >= job.config.train.steps else REQUEUE
 
     def _open_memory(self) -> PartnerMemory | None:
@@ -327,7 +326,7 @@ class Worker:
         holds = any(partner.holder == self._me for partner in found)
         if not holds and not partner_memory.has_folder(home, self._me.node):
             return None
-        return PartnerMemory(
+        return partner_memory.opened(
             home,
             me=self._me,
             found=found,
@@ -335,6 +334,11 @@ class Worker:
             controller=self._environment.controller,
             key=self._environment.key,
         )
+
+    def _end_memory(self, memory: PartnerMemory | None, done: int) -> None:
+        """Gives the memory back, unless the run was stopped before its last step."""
+        if memory and done >= self._job.config.train.steps:
+            memory.end()
 
     def _result(self, reading: "Future[Batches]") -> Batches:
         """Returns what is read, and reports progress as long as bytes are read."""

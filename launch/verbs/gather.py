@@ -141,10 +141,10 @@ def _write_all(target: Path, run_dir: Path, found: Checkpoint, read: Read) -> No
 def _copy(
     target: Path, name: str, facts: dict[str, Any], read: Read, progress: CopyProgress
 ) -> None:
-    """Copies a file a piece at a time; one that is there in its size is left as it is."""
+    """Copies a file a piece at a time; one that is there whole is left as it is."""
     path, size, digest = target / name, int(facts["bytes"]), hashlib.sha256()
     with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size == size and facts["sha256"] is None:
+        if path.stat().st_size == size and facts["sha256"] in (None, _sha256_of(path)):
             progress.skip(size)
             return
     temporary = path if places.is_url(str(target)) else path.with_name(f"{path.name}.tmp")
@@ -161,6 +161,12 @@ def _copy(
     if temporary is not path:
         whole_files.sync(temporary)  # by its size alone the next gathering takes it for whole
         temporary.replace(path)
+
+
+def _sha256_of(path: Path) -> str:
+    """That of a file, also of one at a URL."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from holmesjax import job as jobs, units
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, stores
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.errors import CheckpointError
 from holmesjax.files import places
@@ -42,6 +42,8 @@ def chosen(run_dir: Path, step: int | None) -> list[Checkpoint]:
 
 def _verify(checkpoint: Checkpoint) -> None:
     manifest.verify(checkpoint)
+    for part in stores.lost(checkpoint.path.parent.parent, checkpoint):
+        raise manifest.damaged(checkpoint, part, "is missing", "no such folder")
     away = manifest.elsewhere(checkpoint)
     # Imported here: only arrays need JAX.
     arrays = importlib.import_module("holmesjax.checkpoints.restoring")

@@ -5,111 +5,37 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
-import threading
-import time
+import shutil
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
 from holmesjax.checkpoints import fetching, manifest, stores
-from holmesjax.checkpoints.stores import PIECE_BYTES
-from holmesjax.distributed import store_end, store_messages, worker
-from holmesjax.distributed.controller import Controller
-from holmesjax.distributed.store_end import NOBODY, OwnStore
+from holmesjax.distributed import store_messages, worker
 from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.distributed.store_messages import AskPiece, FilePiece, Keep
-from holmesjax.errors import CheckpointError, ConfigError, HolmesError, LostLeaseError, PeerError
-from holmesjax.transport.connections import KEY_BYTES
+from holmesjax.errors import (
+    CheckpointError,
+    ConfigError,
+    GoneError,
+    HolmesError,
+    LostLeaseError,
+    PeerError,
+)
 from holmesjax.transport.records import encode
 from tests.distributed.scripted_jobs import process
-
-KEY = bytes(KEY_BYTES)
-STEP = 4
-PROCESSES = (process(0, 0), process(1, 1))
-LARGE = os.urandom(2 * PIECE_BYTES + 7)
-FILES = {
-    "part_0/d/large": LARGE,
-    "part_0/_METADATA": b"zero",
-    "part_1/d/small": b"",
-    "part_1/x": b"1",
-}
-
-
-def write_parts(folder, *parts, step=STEP):
-    for name, content in FILES.items():
-        if name.partition("/")[0] in parts:
-            path = manifest.folder_of(folder, step) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-
-def commit(folder, step=STEP, **places):
-    """A manifest with parts in the stores that are named; the `Checkpoint`."""
-    facts = lambda x: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()}
-    large = {"bytes": len(LARGE), "sha256": None}
-    text = manifest.describe(
-        step,
-        sequences=0,
-        settings={},
-        data={},
-        plan_hash="",
-        arrays={},
-        files={name: large if x is LARGE else facts(x) for name, x in FILES.items()},
-        stores={part: {"id": "x", "node": node, "folder": "/f"} for part, node in places.items()},
-    )
-    manifest.commit(folder, step, text)
-    return manifest.at(manifest.folder_of(folder, step))
-
-
-@contextlib.contextmanager
-def hub_of(folder, checkpoint=None, wait_s=0.0):
-    """A hub behind a controller; and how to make a store that calls it."""
-    said = []
-    hub = StoreHub(folder, PROCESSES, said.append, wait_s)
-    hub.said = said
-    controller = Controller(
-        PROCESSES,
-        address="127.0.0.1",
-        port=0,
-        about={},
-        resume=0,
-        key=KEY,
-        silence_s=30,
-        is_saving=lambda step: False,
-        progress=None,
-        hub=hub,
-    )
-
-    def join(own, number=NOBODY, serves=True):
-        before = len(hub._stores)
-        stores.identifier(own, stores.run_of(hub.id))  # by an earlier start
-        store = OwnStore(own, process=number, node="far", controller=controller.address, key=KEY)
-        store.join(hub.id)
-        if serves:
-            store.serve()
-            wait_until(lambda: len(hub._stores) > before)
-        return store
-
-    controller._heartbeat = lambda: None
-    try:
-        yield hub, join
-    finally:
-        with patch.object(store_end, "RETRY_S", 0.1):  # nobody calls any more, into another test
-            hub.close()
-            controller.__exit__()
-            for thread in threading.enumerate():
-                if thread.name == "store":
-                    thread.join(20)
-                    assert not thread.is_alive()
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+from tests.distributed.stores_on_loopback import (
+    FILES,
+    KEY,
+    LARGE,
+    PROCESSES,
+    STEP,
+    commit,
+    hub_of,
+    wait_until,
+    write_parts,
+)
 
 
 def look(hub, checkpoint):
@@ -233,6 +159,63 @@ def test_what_nobody_has_is_named_before_anything_starts(tmp_path):
         write_parts(tmp_path / "far", "part_1")
         join(tmp_path / "far")
         wait_until(lambda: hub.said[1:] == ["starts"])
+
+
+def test_what_the_launcher_s_own_disk_has_lost_is_gone_and_an_older_checkpoint_is_used(tmp_path):
+    home, places = tmp_path / "home", {"part_0": "n0", "part_1": "n0"}
+    own = stores.identifier(home)
+    for step in (1, 2, 3):
+        write_parts(home, "part_0", "part_1", step=step)
+        commit(home, step, own, **places)
+    (manifest.folder_of(home, 3) / manifest.MANIFEST).write_text("{}")  # which a start sets aside
+    write_parts(home, "part_1")
+    commit(home, STEP, own, **places)
+    [newest, *_] = manifest.find(home)
+    assert stores.lost(home, newest) == ["part_0"]
+    with hub_of(home) as (hub, _), pytest.raises(GoneError) as error:
+        look(hub, newest)
+    assert error.value.steps == (STEP,)
+    shutil.rmtree(newest.path)
+    shutil.rmtree(manifest.folder_of(home, 2) / "part_0")
+    write_parts(home, "part_0")
+    newest = commit(home, STEP, "x", **places)  # the store of its part may only be late
+    with hub_of(home) as (hub, _), pytest.raises(CheckpointError, match="lacks 1") as error:
+        look(hub, newest)
+    assert not isinstance(error.value, GoneError)
+
+
+def test_a_look_that_fails_by_a_mistake_ends_the_start(sites, monkeypatch):
+    hub, _, checkpoint, _ = sites
+    monkeypatch.setattr(hub, "_check", lambda checkpoint: {}["files"])
+    with pytest.raises(KeyError, match="files"):
+        look(hub, checkpoint)
+
+
+def test_damaged_parts_that_a_partner_may_have_are_renamed_by_the_owner(tmp_path):
+    write_parts(tmp_path, "part_0", "part_1")
+    commit(tmp_path, part_0="n0", part_1="n1")
+    for name in ("part_0/_METADATA", "part_1/x"):
+        (manifest.folder_of(tmp_path, STEP) / name).write_bytes(b"?")
+    moved = []
+    move = lambda path, target: (moved.append(path.name), path.rename(target))
+    how = {"move": move, "fetches": True, "has_partner": True}
+    found = manifest.newest(tmp_path, print, **how)
+    assert (found.step, moved) == (STEP, ["part_0", "part_1"])
+    assert manifest.elsewhere(found).keys() == {"part_0", "part_1"}
+
+
+def test_bytes_that_went_bad_in_memory_come_from_a_disk(sites, tmp_path):
+    hub, join, checkpoint, folders = sites
+    write_parts(memory := tmp_path / "memory", "part_1")
+    bad = manifest.folder_of(memory, STEP) / "part_1/x"
+    bad.write_bytes(b"?")
+    join(memory, in_memory=True)
+    new = join(folders["new"])
+    look(hub, checkpoint)
+    assert hub.in_memory() == ["part_1"]
+    own = manifest.at(manifest.folder_of(new.folder, STEP))
+    new.fetch(own, ["part_1"], lambda: None, print, in_memory=["part_1"])
+    assert (own.path / "part_1/x").read_bytes() == FILES["part_1/x"]
 
 
 def test_whoever_fetches_nothing_is_told_to_gather(sites):

@@ -3,15 +3,19 @@
 import argparse
 import contextlib
 import errno
+import functools
 import os
+import shutil
 import signal
 
 import pytest
 
-from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints import manifest, second_reading, stores
+from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.data import object_stores
 from holmesjax.errors import CheckpointError, DamagedError
 from holmesjax.files import whole_files
+from holmesjax.liveness.helper_process import Ended
 from launch.verbs import gather, verify
 from tests.data.object_store import object_store
 from tests.written_checkpoints import flip_a_byte, write
@@ -70,7 +74,7 @@ def test_a_gathering_that_was_cut_goes_on(run_dir, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="cut before"):
             gather._write_all(tmp_path, run_dir, found, read)
     assert not manifest.find(tmp_path)
-    gather._write_all(tmp_path, run_dir, found, read)
+    gather._write_all(tmp_path, run_dir, found, pytest.fail)  # all files are there
     [copied] = manifest.find(tmp_path)
     manifest.verify(copied)
 
@@ -90,6 +94,29 @@ def test_a_flipped_byte_of_any_large_or_small_file_is_found(run_dir, capsys):
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match="has no checkpoint after step 7"):
         verify.run(argparse.Namespace(run_dir=run_dir, step=7))
+
+
+def test_a_part_that_was_here_is_missing_and_one_of_another_store_is_not(tmp_path, capsys):
+    write(tmp_path)
+    [found] = manifest.find(tmp_path)
+    where = {"node": "a-0", "folder": str(tmp_path)}
+    args = argparse.Namespace(run_dir=tmp_path, step=None)
+    shutil.rmtree(found.path / "part_0")
+    for store, is_lost in ((stores.identifier(tmp_path), True), ("x", False)):
+        content = dict(found.manifest, stores={"part_0": {"id": store, **where}})
+        (found.path / manifest.MANIFEST).write_text(manifest.text_of(content))
+        refused = pytest.raises(DamagedError, match="part_0: is missing")
+        with refused if is_lost else contextlib.nullcontext():
+            assert verify.run(args) == 0
+        answer = second_reading._look(found.path, ["part_0"] if is_lost else [], 1.0)
+        assert answer == (second_reading.DAMAGED if is_lost else 0)
+        asked = []
+        with pytest.MonkeyPatch.context() as patched:
+            read = lambda asked, checkpoint, parts, **_: (asked.append(parts), Ended(0, ""))[1]
+            patched.setattr(second_reading, "read_again", functools.partial(read, asked))
+            Scrub(tmp_path, 1.0, pytest.fail)._read(found.step)
+        assert asked == [["part_0"] if is_lost else []]
+    assert "not here, in a-0:" in capsys.readouterr().out
 
 
 def test_a_signal_takes_away_the_key_file_of_a_gathering(run_dir, tmp_path, monkeypatch):
