@@ -189,7 +189,9 @@ def test_the_files_and_headings_that_a_page_names_exist(path):
 def test_no_page_is_longer_than_three_screens():
     """Screens have fifty lines; a longer line is shown as several."""
     lengths = {
-        path.name: sum(max(1, math.ceil(len(line) / 130)) for line in path.read_text().splitlines())
+        str(path.relative_to(CHECKOUT)): sum(
+            max(1, math.ceil(len(line) / 130)) for line in path.read_text().splitlines()
+        )
         for path in PAGES
         if CHECKOUT / "docs" in path.parents
     }

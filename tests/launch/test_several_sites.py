@@ -118,7 +118,7 @@ def test_the_job_of_a_site_fits_the_schema_of_jobs():
     """A JobSet has Jobs in it, whose metadata and spec have the same schema."""
     jobs = schema()["properties"]["spec"]["properties"]["replicatedJobs"]["items"]
     validator = jsonschema.Draft202012Validator(jobs["properties"]["template"])
-    [text] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    [text] = re.findall(r"```yaml\n(apiVersion.*?)```", PAGE, re.DOTALL)
     job = yaml.safe_load(text)
     assert [error.message for error in validator.iter_errors({"spec": job["spec"]})] == []
     [container] = job["spec"]["template"]["spec"]["containers"]
