@@ -24,6 +24,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,11 +299,20 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def compiled_apart(name: str, number: int) -> list[dict[str, Any]]:
-    """The lines that a process of its own prints of a case of `benchmarks.NAME`."""
+def compiled_apart(
+    name: str, number: int, environment: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The lines that a process of its own prints of a case of `benchmarks.NAME`.
+
+    Args:
+      name: of the benchmark.
+      number: of the case.
+      environment: of the process; None: that of a job.
+    """
     command = [sys.executable, "-m", f"benchmarks.{name}", "--compile", str(number)]
+    env = job_environment() if environment is None else environment
     out = subprocess.run(
-        command, env=job_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
     return [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
 

@@ -20,7 +20,6 @@ its shapes, at 650 TFLOP/s in products, 450 in attention, 4.2 TB/s in memory, 35
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from jax.lax import optimization_barrier
 
 from benchmarks import memory_compiled
 from benchmarks.compiled_order import Program
-from benchmarks.kernels_compiled import FOLDER, ROOT, compiling_environment, install, save
+from benchmarks.kernels_compiled import FOLDER, compiling_environment, install, save
 from benchmarks.memory_compiled import StageCase, chunks_of, temporary_bytes
 from benchmarks.provenance import RESULTS
 from holmesjax import xla_flags
@@ -178,12 +177,8 @@ def main() -> int:
     lines = []
     for number, case in enumerate(CASES):
         print(f"{number + 1}/{len(CASES)}  {case.label}  {case.change}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--compile", str(number)]
         environment = os.environ | environment_of(case)
-        out = subprocess.run(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-        lines += [json.loads(text) for text in out.splitlines() if text.startswith('{"what"')]
+        lines += memory_compiled.compiled_apart(NAME, number, environment)
         print(*table(lines[-1:]).splitlines()[2:], sep="\n", flush=True)
     save(NAME, lines, table(lines), args.out)
     return 0
