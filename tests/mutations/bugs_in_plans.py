@@ -40,9 +40,9 @@ PLANS = (
     ),
     Bug(
         name="zero-of-the-whole-width",
-        module="holmesjax.costs.memory",
-        old="is_whole = model.width // parts % stage.data == 0",
-        new="is_whole = model.width % stage.data == 0",
+        module="holmesjax.costs.stage_shape",
+        old="return model.width // stage.parameter_parts % stage.data == 0",
+        new="return model.width % stage.data == 0",
         wrong="masters count as cut over data where fsdp leaves no whole parts",
         tests=("tests/costs/test_memory.py::test_data_cuts_masters_where_their_sharding_does",),
     ),
