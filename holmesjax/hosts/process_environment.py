@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
-from holmesjax.errors import REQUEUE, HolmesError
+from holmesjax.errors import REQUEUE, HolmesError, PeerError
 from holmesjax.hosts import nics as discovery
 from holmesjax.hosts.nics import Host
 from holmesjax.transport import addresses, connections
@@ -91,7 +91,8 @@ def controller_of(
 def key_of(env: Mapping[str, str]) -> bytes:
     """Reads the job's key, from a variable or a file. Raises HolmesError.
 
-    A file system may show the key of an earlier start for a moment.
+    A file system may show the key of an earlier start for a moment, or none. A start that ends
+    takes its key with it: a process that comes later finds the folder alone, and waits for a next.
     """
     if (text := env.get("HOLMES_KEY")) is not None:
         if re.fullmatch(f"[0-9a-f]{{{2 * connections.KEY_BYTES}}}", text):
@@ -102,10 +103,18 @@ def key_of(env: Mapping[str, str]) -> bytes:
     wanted = env.get("HOLMES_KEY_DIGEST")
     deadline_s = time.monotonic() + KEY_S
     while True:
+        is_over = time.monotonic() > deadline_s
+        if not os.path.lexists(path) and os.path.isdir(os.path.dirname(path)):
+            if is_over:
+                problem = "is not there: the launcher has ended, or has not begun"
+                fix = "start the launcher, and this process after it"
+                raise PeerError(path, problem, found="no such file", fix=fix)
+            time.sleep(connections.PAUSE_S)
+            continue
         key = connections.read_key_file(path)
         if wanted in (None, found := connections.key_digest(key)):
             return key
-        if time.monotonic() > deadline_s:
+        if is_over:
             problem = f"is not the key that the launcher has, whose digest is {wanted}"
             fix = "copy the key file of the launcher to this machine, with mode 0600"
             raise HolmesError(path, problem, found=found, fix=fix)

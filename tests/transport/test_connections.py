@@ -454,3 +454,18 @@ def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_pat
     change.start()
     assert process_environment.ProcessEnvironment.read(env, lambda: None).key == bytes(32) != old
     change.join()
+    # A launcher that ends takes its key with it, and the next one writes another.
+    (tmp_path / "key").rename(newest)
+    change = threading.Timer(0.3, newest.replace, [tmp_path / "key"])
+    change.start()
+    assert process_environment.ProcessEnvironment.read(env, lambda: None).key == bytes(32)
+    change.join()
+    (tmp_path / "key").unlink()
+    monkeypatch.setattr(process_environment, "KEY_S", 0.2)
+    with pytest.raises(PeerError, match="the launcher has ended, or has not begun"):
+        process_environment.ProcessEnvironment.read(env, lambda: None)
+    with pytest.raises(HolmesError, match="holds no key of a job") as refused:
+        process_environment.ProcessEnvironment.read(
+            {**env, "HOLMES_KEY_FILE": str(tmp_path / "no folder" / "key")}, lambda: None
+        )
+    assert refused.value.exit_status == 2
