@@ -426,6 +426,14 @@ def _add_gather(parser: argparse.ArgumentParser) -> None:
     _add_agents(parser)
 
 
+def _add_relay(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--key-file", required=True, metavar="FILE", help="with the key of the relay")
+    add("--listen", metavar="HOST:PORT", help="where processes call it: 0.0.0.0:7443")
+    made = "the key of the job: writes that of the relay, which follows from it, and ends"
+    add("--make-key", metavar="FILE", help=made)
+
+
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """Adds no arguments: an agent reads its environment."""
 
@@ -475,5 +483,6 @@ VERBS = {
     "profile": Verb("measure a device, so that the planner knows its speed", _add_profile),
     "agent": Verb("answer what doctor and probe ask of a node (they start it)", _add_nothing),
     "store": Verb("let a job read the parts of checkpoints that are here", _add_store),
+    "relay": Verb("join processes of a job that cannot call each other", _add_relay),
     "worker": Verb("be one process of a job (for launchers)", _add_worker),
 }

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from holmesjax.checkpoints import mirror, resume, retention, stores
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.scrub import Scrub
-from holmesjax.distributed.controller import NOBODY, Controller
+from holmesjax.distributed.controller import NAME_AT_RELAY, NOBODY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
     AllDone,
@@ -60,7 +60,8 @@ from holmesjax.plan.processes import Process, node_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
-from holmesjax.transport import connections
+from holmesjax.transport import addresses, connections
+from holmesjax.transport.relayed import RelayPlace
 from launch.failure_causes import LOOK_S, NEWS_S, events_of, find_cause, is_failure
 from launch.failure_messages import (
     NAMES,
@@ -216,6 +217,7 @@ class Attempt:
             allow=computing.permitted(self._job.run_dir, self._unlike),
             hub=self._hub,
             checkpoint=self.start.checkpoint,
+            relay=RelayPlace.of_setting(self._config.relay),
         )
 
     def _open_recorder(self) -> Recorder:
@@ -247,6 +249,9 @@ class Attempt:
     def _train(self, watched: ExitStack) -> int:
         """Starts the processes, and ends them; the number of steps done."""
         try:
+            if (relay := RelayPlace.of_setting(self._config.relay)) is not None:
+                place = addresses.show(*relay.of(NAME_AT_RELAY))
+                print(f"relay       HOLMES_CONTROLLER={place} where nobody can call this machine")
             start_workers(
                 self._launcher,
                 self._processes,

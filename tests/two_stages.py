@@ -101,6 +101,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         "streams": 2,
         "encrypt": "auto",
         "calls_out": (),
+        "relay": None,
         "silence_s": 10.0,
         "pull_timeout_s": 60.0,
         "start_timeout_s": 60.0,
@@ -121,6 +122,7 @@ def start(number, plan, crossings, ports, book, processes=None, mesh=None, **cha
         timeout_s=chosen.start_timeout_s,
         encrypt=chosen.encrypt,
         calls_out=chosen.calls_out,
+        relay=chosen.relay,
     )
     return TcpTransport(
         plan,

@@ -4,6 +4,7 @@ A check yields a mistake for each rule that is broken; `where` is the dotted pat
 blame. `files.load` runs it on files with other mistakes, too.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -59,6 +60,19 @@ def _ports_are_a_range(distributed: DistributedConfig) -> Iterator[ConfigError]:
     if ports is not None and (len(ports) != 2 or ports[0] > ports[1]):
         problem = "must be two numbers, the first and the last port"
         yield wrong("distributed.ports", problem, list(ports), "write [7100, 7199], say")
+
+
+def _relay_is_a_place(distributed: DistributedConfig) -> Iterator[ConfigError]:
+    relay = distributed.relay
+    if relay is None:
+        return
+    host = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:@\[\]-][^\s:@\[\]]*):([0-9]{1,5})", relay)
+    if host is None or not 0 < int(host[2]) <= 65535:
+        fix = "write relay.example.org:7443, or [fd00::1]:7443, say"
+        yield wrong("distributed.relay", "must be a host and a port", relay, fix)
+    if distributed.encrypt == "never":
+        problem = "needs encryption, so that the relay cannot read what it passes on"
+        yield wrong("distributed.relay", problem, relay, "leave distributed.encrypt = never out")
 
 
 def _of_transformers(check: Callable[..., Iterator[ConfigError]]) -> Callable[..., Any]:
@@ -131,7 +145,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         partial(_home_is_written_out, "data.tokenizer"),
     ),
     ("checkpoint",): (_steps_or_minutes,),
-    ("distributed",): (_ports_are_a_range,),
+    ("distributed",): (_ports_are_a_range, _relay_is_a_place),
     ("model", "data"): (
         data_checks.vocabulary_holds_tokens,
         data_checks.own_models_read_no_documents,

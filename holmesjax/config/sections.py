@@ -192,6 +192,9 @@ class DistributedConfig:
     ports: PortRange | None = None
     # Clusters into which nobody outside can call. Their processes call the others.
     calls_out: tuple[Text, ...] = ()
+    # HOST:PORT of a `launch relay`, through which two clusters of `calls_out` meet. Processes that
+    # cannot call the launcher reach it there, too. None: there is none.
+    relay: Text | None = None
     # Seconds after which a silent process or link counts as lost, and the job ends.
     heartbeat_timeout_s: HeartbeatTimeout = 60.0
     # Seconds for the next sign of progress while a job starts: a process connects, a program is

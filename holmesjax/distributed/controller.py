@@ -57,9 +57,11 @@ from holmesjax.transport.admission import Admission
 from holmesjax.transport.connection_loop import ConnectionLoop, LoopConnection, SilentError
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Message, Record, encode
+from holmesjax.transport.relayed import RelayedPort, RelayPlace
 
 LOOK_S = 0.5  # between two looks for members that do not come back
 NOBODY = -1  # no process of the job
+NAME_AT_RELAY = "launcher"
 
 
 def differences(about: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
@@ -87,6 +89,7 @@ class Controller:
       allow: names of `computing.facts` in which members may differ.
       hub: takes stores, and looks for what is resumed before the members start.
       checkpoint: what is resumed, for the hub.
+      relay: where members that cannot call this machine find it.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Controller:
         allow: Collection[str] = (),
         hub: StoreHub | None = None,
         checkpoint: Checkpoint | None = None,
+        relay: RelayPlace | None = None,
     ):
         self._hub, self._checkpoint = hub, checkpoint
         self.events: queue.Queue[ProcessEvent] = queue.Queue()
@@ -132,8 +136,13 @@ class Controller:
             check=self._check,
             enter=self._enter,
             num_callers=len(processes),
-            warn=lambda text: self.events.put(ProcessEvent(NOBODY, Warned(text=text))),
+            warn=self._warn,
         )
+        self._relayed: RelayedPort | None = None
+        if relay is not None:
+            self._relayed = RelayedPort(
+                relay, NAME_AT_RELAY, key=key, take=self._admission.bring, warn=self._warn
+            )
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self._keeper.start()
 
@@ -142,9 +151,14 @@ class Controller:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
+        if self._relayed is not None:
+            self._relayed.close()
         self._admission.close()
         self._loop.close()
         self._keeper.join()
+
+    def _warn(self, text: str) -> None:
+        self.events.put(ProcessEvent(NOBODY, Warned(text=text)))
 
     def stop(self) -> None:
         """Lets all members end after the same step, the next on which they vote."""

@@ -76,6 +76,7 @@ from holmesjax.training_setup import TrainingSetup, make_chunks
 from holmesjax.transport import addresses, connections
 from holmesjax.transport.crossings import Crossing
 from holmesjax.transport.records import Record
+from holmesjax.transport.relayed import RelayPlace
 from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
 from holmesjax.transport.tcp import LinkLoss, TcpTransport, Timeouts
 
@@ -449,6 +450,7 @@ class Worker:
             timeout_s=self._config.start_timeout_s,
             encrypt=self._config.encrypt,
             calls_out=self._config.calls_out,
+            relay=RelayPlace.of_setting(self._config.relay),
         )
         return TcpTransport(
             self._job.plan,

@@ -2,7 +2,8 @@
 
 A place is an address with a port: `10.0.0.1:7000`, `[fd00::1]:7000`, `[fe80::1%eth0]:7000`. The
 scope of a link-local address, behind %, is the interface of whoever uses the address. So it means
-something on one machine only, and a caller puts its own there.
+something on one machine only, and a caller puts its own there. `process 3@relay:7443` is the place
+of whoever has this name at a relay.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 
 MAX_PORT = 65535
+RELAYED = "@"  # between the name of a process and the address of the relay
 IPV4_SETTINGS = Path("/proc/sys/net/ipv4/conf")
 ARP_SYSCTL = (
     "net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2 net.ipv4.conf.all.rp_filter=2"
@@ -27,6 +29,9 @@ def show(address: str, port: int) -> str:
     >>> show("10.0.0.1", 7000), show("fe80::1%eth0", 7000)
     ('10.0.0.1:7000', '[fe80::1%eth0]:7000')
     """
+    name, relayed, address = address.rpartition(RELAYED)
+    if relayed:
+        return f"{name}{relayed}{show(address, port)}"
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -38,7 +43,15 @@ def parse(text: str) -> tuple[str, int]:
 
     >>> parse("[fe80::1%eth0]:7000"), parse("node-3:7000"), parse("fd00::1")
     (('fe80::1%eth0', 7000), ('node-3', 7000), ('fd00::1', 0))
+    >>> parse("launcher@[fd00::1]:7443")
+    ('launcher@fd00::1', 7443)
     """
+    name, relayed, text = text.rpartition(RELAYED)
+    if relayed:
+        address, port = parse(text)
+        if not (name and port):
+            raise ValueError(f"{name}{relayed}{text!r} needs a name, and the port of a relay")
+        return f"{name}{relayed}{address}", port
     if text.startswith("["):
         address, closing, port = text[1:].partition("]")
         if not closing or (port and not port.startswith(":")):

@@ -13,6 +13,7 @@ waits for them: nobody is sent away because others took its time.
 import contextlib
 import errno
 import functools
+import queue
 import selectors
 import socket
 import threading
@@ -88,6 +89,7 @@ class Admission(Generic[R]):
         self._accepts_from_s = 0.0  # after trouble
         self._selector = selectors.DefaultSelector()
         self._wakers = socket.socketpair()
+        self._brought: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wakers[0], selectors.EVENT_READ)
@@ -99,6 +101,12 @@ class Admission(Generic[R]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def bring(self, sock: socket.socket) -> None:
+        """Takes a call that came another way than to its own socket; from any thread."""
+        self._brought.put(sock)
+        with contextlib.suppress(OSError):  # it is closed
+            self._wakers[1].send(b"x")
 
     def close(self) -> None:
         self._is_closing = True
@@ -112,6 +120,10 @@ class Admission(Generic[R]):
                 for key, _ in self._select():
                     if key.fileobj is self._sock:
                         self._accept()
+                    elif key.fileobj is self._wakers[0]:
+                        self._wakers[0].recv(BATCH)
+                        while not self._brought.empty():
+                            self._greet(self._brought.get())
                     elif key.data is not None:
                         self._hear(key.data)
                 self._end_overdue()
@@ -121,6 +133,8 @@ class Admission(Generic[R]):
             self._selector.close()
             for sock in (self._sock, *self._wakers):
                 sock.close()
+            while not self._brought.empty():
+                self._brought.get().close()
 
     def _select(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Returns what has come; nothing when a caller is overdue."""

@@ -35,6 +35,7 @@ from holmesjax.files import regular_files
 from holmesjax.transport import addresses, handshake, records, tls
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
+from holmesjax.transport.relay_messages import JoinedCall, RelayHello, RelayWelcome, relay_key
 from holmesjax.transport.tls import TlsSocket
 
 HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds the key
@@ -262,7 +263,7 @@ def connect(
     """
     deadline_s = time.monotonic() + timeout_s
     place = addresses.show(address, port)
-    stranger = ""  # what was heard without the key
+    stranger = heard = ""  # what was heard without the key, and what went wrong last
     for attempt in itertools.count():
         talk = handshake.call(key, hello, expected, check, where)
         try:
@@ -275,7 +276,8 @@ def connect(
                 encrypt=key if encrypt else None,
             )
         except (OSError, ValueError, RecursionError) as error:
-            heard = str(error) or type(error).__name__
+            if not (heard and isinstance(error, TimeoutError)):  # the last attempt has little time
+                heard = str(error) or type(error).__name__
             if is_stranger := not isinstance(error, OSError):
                 if not stranger:
                     text = f"{where}: {place} answers without the key of this job: {heard}"
@@ -338,7 +340,12 @@ def call(
       ValueError, RecursionError: it is a stranger.
       RefusedError: one of the two ends refuses the other, and both hold the key.
     """
-    sock = _open(address, port, source, deadline_s)
+    name, relayed, relay = address.rpartition(addresses.RELAYED)
+    if relayed:
+        assert encrypt is not None, "what goes through a relay is encrypted"
+        sock = _through_relay(relay, port, name, encrypt, deadline_s)
+    else:
+        sock = _open(address, port, source, deadline_s)
     try:
         prepare(sock)
         within_s = min(deadline_s, time.monotonic() + LISTENER_TIMEOUT_S)
@@ -350,6 +357,48 @@ def call(
     except BaseException:
         sock.close()
         raise
+
+
+def connect_relay(
+    address: str, port: int, key: bytes, role: str, name: str, within_s: float
+) -> Connection[RelayWelcome]:
+    """Connects with a relay, in the clear: the ends of what it joins encrypt by themselves.
+
+    Args:
+      address, port: of the relay.
+      key: of the relay.
+      role: of the `RelayHello`.
+      name: in it.
+      within_s: for all of it.
+
+    Raises as `call`.
+    """
+    hello = RelayHello(role=role, name=name)
+    talk = handshake.call(key, hello, RelayWelcome, lambda _: None, "the relay")
+    deadline_s = time.monotonic() + within_s
+    return call(address, port, talk=talk, deadline_s=deadline_s, encrypt=None)
+
+
+def _through_relay(
+    address: str, port: int, name: str, key: bytes, deadline_s: float
+) -> socket.socket:
+    """Returns a connection with whoever has a name at a relay.
+
+    Raises OSError where nobody there has it, or takes the call, and as `call`.
+    """
+    relay, within_s = f"the relay {addresses.show(address, port)}", deadline_s - time.monotonic()
+    try:
+        connection = connect_relay(address, port, relay_key(key), "call", name, within_s)
+    except ConnectionRefusedError:  # which tells nothing of who is called
+        raise OSError(errno.EHOSTUNREACH, f"{relay} is not there") from None
+    try:
+        found = _receive(connection.sock, HELLO_LIMIT_BYTES, deadline_s)
+        if problem := records.decode_as(found, JoinedCall).problem:
+            raise OSError(errno.EHOSTUNREACH, f"{relay}: {problem}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection.sock
 
 
 def _open(address: str, port: int, source: str | None, deadline_s: float) -> socket.socket:

@@ -33,6 +33,7 @@ from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import CALL_S, Again, Position
 from holmesjax.transport.records import Record
+from holmesjax.transport.relayed import RelayedPort, RelayPlace
 
 Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
@@ -146,6 +147,7 @@ class Rendezvous:
     timeout_s: float  # for all to come
     encrypt: Encrypt = "auto"  # which connections are encrypted
     calls_out: Collection[str] = ()  # clusters whose processes others cannot call
+    relay: RelayPlace | None = None  # by which processes of two such clusters meet
 
     def calls(self, peer: Process) -> bool:
         """Whether this process calls a peer, which then does not call this one."""
@@ -161,6 +163,11 @@ class Rendezvous:
         """Whether the network lets a peer call this process."""
         return peer.cluster == self.me.cluster or self.me.cluster not in self.calls_out
 
+    def meets_at_relay(self, peer: Process) -> bool:
+        """Whether this process and a peer call each other through the relay."""
+        is_cut_off = not (self.can_call(peer) or self.can_be_called_by(peer))
+        return self.relay is not None and is_cut_off
+
     def encrypts(self, peer: Process, book: Mapping[int, Book]) -> bool:
         """Whether the connections with a process are encrypted; both ends find the same.
 
@@ -170,6 +177,8 @@ class Rendezvous:
           peer: the other process.
           book: addresses of both processes, by their numbers.
         """
+        if self.meets_at_relay(peer):
+            return True
         if self.encrypt != "auto":
             return self.encrypt == "always"
         if peer.cluster == self.me.cluster:
@@ -239,6 +248,7 @@ class Meeting:
         self._is_closed = False
         self._changed = threading.Condition()
         self._admissions: list[Admission[NeighbourHello]] = []
+        self._relayed: RelayedPort | None = None
         self._hello = NeighbourHello(
             process=self._me.number,
             about=dict(rendezvous.about),
@@ -258,12 +268,14 @@ class Meeting:
         me, rendezvous = self._me, self._rendezvous
         for other in self._digests:
             peer = self._processes[other]
-            if not (rendezvous.can_call(peer) or rendezvous.can_be_called_by(peer)):
+            reaches = rendezvous.can_call(peer) or rendezvous.meets_at_relay(peer)
+            if not (reaches or rendezvous.can_be_called_by(peer)):
                 raise HolmesError(
                     "distributed.calls_out",
                     "two clusters that send to each other can both not be called",
                     found=f"{me.cluster}, {peer.cluster}",
-                    fix="open a range of ports (distributed.ports) into one of them",
+                    fix="open a range of ports (distributed.ports) into one of them, or start a "
+                    "relay where both can call it (distributed.relay)",
                 )
         deadline_s = time.monotonic() + rendezvous.timeout_s
         for sock in itertools.chain(*rendezvous.ports.sockets.values()):
@@ -279,6 +291,10 @@ class Meeting:
             )
             self._admissions.append(admission)
         peers = [self._processes[other] for other in sorted(self._digests)]
+        if rendezvous.relay and any(map(rendezvous.meets_at_relay, peers)):
+            self._relayed = RelayedPort(
+                rendezvous.relay, name_at_relay(me), key=rendezvous.key, take=admission.bring
+            )
         for peer in filter(rendezvous.calls, peers):
             for stream in range(self._streams[peer.number]):
                 address, port, source = self._way(peer.number, stream)
@@ -306,6 +322,8 @@ class Meeting:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        if self._relayed is not None:
+            self._relayed.close()
         for admission in self._admissions:
             admission.close()
         self._rendezvous.ports.close()
@@ -316,9 +334,11 @@ class Meeting:
     def _is_to_call(self, number: int) -> bool:
         return self._rendezvous.calls(self._processes[number])
 
-    def _way(self, number: int, stream: int) -> tuple[str, int, str]:
-        """Returns address and port of a stream at a process, and the address here."""
+    def _way(self, number: int, stream: int) -> tuple[str, int, str | None]:
+        """Returns address and port of a stream at a process, and the address here, if it counts."""
         peer = self._processes[number]
+        if self._rendezvous.relay and self._rendezvous.meets_at_relay(peer):
+            return *self._rendezvous.relay.of(name_at_relay(peer)), None
         fabric = fabric_between(self._rendezvous.topology, self._me, peer)
         address, port = nic(self._book[number], peer, fabric, stream)
         return address, port, nic(self._rendezvous.ports.local, self._me, fabric, stream)[0]
@@ -430,7 +450,8 @@ class Meeting:
             try:
                 if self._is_to_call(number):
                     return self._call_again(number, stream, position, left_s())
-                if self._rendezvous.can_call(self._processes[number]):
+                peer = self._processes[number]
+                if self._rendezvous.can_call(peer) or self._rendezvous.meets_at_relay(peer):
                     self._call(number, stream, position, left_s()).close()  # asks for a call
             except ConnectionRefusedError:
                 raise
@@ -516,6 +537,11 @@ class Meeting:
                 older.close()
             self._calls[way] = connection
             self._changed.notify_all()
+
+
+def name_at_relay(process: Process) -> str:
+    """The name under which a process is called through a relay."""
+    return f"process {process.number}"
 
 
 def between(source: Process, target: Process) -> str:

@@ -14,6 +14,16 @@ model.width: must be a multiple of model.num_heads = 4
   found: 66
   fix: use 64 or 68, or set model.head_dim
 
+distributed.relay=relay.example.org
+distributed.relay: must be a host and a port
+  found: relay.example.org
+  fix: write relay.example.org:7443, or [fd00::1]:7443, say
+
+distributed.relay=relay.example.org:7443 distributed.encrypt=never
+distributed.relay: needs encryption, so that the relay cannot read what it passes on
+  found: relay.example.org:7443
+  fix: leave distributed.encrypt = never out
+
 model.num_kv_heads=3
 model.num_kv_heads: must divide model.num_heads = 4: 4 / 3 is not whole
   found: 3

@@ -16,8 +16,11 @@ from holmesjax.transport import frames, tls
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Channel, Frame, FrameKind
 from holmesjax.transport.outbox import Outbox, Position
+from holmesjax.transport.relay import Relay
+from holmesjax.transport.relay_messages import relay_key
+from holmesjax.transport.relayed import RelayPlace
 from tests.relays import Breaker
-from tests.two_stages import PLAN, make_crossing, start_pair, together
+from tests.two_stages import KEY, PLAN, make_crossing, start_pair, together
 
 
 def test_what_is_sent_again_begins_where_the_other_end_stands():
@@ -71,12 +74,17 @@ def breakers():
         breaker.close()
 
 
-def pair_through(breakers, crossings, lasts, flips=False, **changes):
+def pair_through(breakers, crossings, lasts, flips=False, relay=None, **changes):
     """Two transports; all connections between them go through a breaker."""
 
     called = 0 if "roce" in changes.get("calls_out", ()) else 1
+    if relay is not None:
+        breakers.append(Breaker(relay.address, lasts, flips))
+        changes |= {"calls_out": ("ib", "roce"), "relay": RelayPlace(*breakers[0].address)}
 
     def change(book):
+        if relay is not None:
+            return [{key: [("192.0.2.1", 9)] for key in own} for own in book]  # nobody is there
         breakers.append(Breaker(book[called]["ethernet"][0], lasts, flips))
         book[called] = {**book[called], "ethernet": [breakers[0].address]}
         return book
@@ -91,14 +99,23 @@ def pair_through(breakers, crossings, lasts, flips=False, **changes):
 SHAPES = [(1,), (3, 7), (1 << 8, 1 << 10), (5, 100_003)]  # of some bytes, 1 MiB and 2 MB
 
 
-@pytest.mark.parametrize("seed, flips", [(0, False), (1, False), (2, True), (3, True)])
+@pytest.fixture
+def relay():
+    with Relay("127.0.0.1", 0, key=relay_key(KEY), say=print) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "seed, flips, by_relay",
+    [(0, False, False), (1, False, False), (2, True, False), (3, True, False), (4, True, True)],
+)
 def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(
-    breakers, seed, flips, monkeypatch, capsys
+    breakers, relay, seed, flips, by_relay, monkeypatch, capsys
 ):
     """Both ways at once, with random sizes, over connections that last for random bytes.
 
     With `flips` they are encrypted, and end where a bit is changed on the way, or where the keys
-    have encrypted as much as they may.
+    have encrypted as much as they may. By a relay the ways to it are lost.
     """
     monkeypatch.setattr(tls, "KEY_LIMIT_BYTES", 5_000_000)
     monkeypatch.setattr(frames, "MAX_KEPT_BYTES", 1 << 21)  # so that senders wait for room, too
@@ -111,6 +128,8 @@ def test_arrays_are_whole_and_in_order_over_connections_that_are_lost(
     ]
     encrypt = "always" if flips else "never"
     only = {"calls_out": ("roce",)} if seed % 2 else {}  # nobody can call the other cluster then
+    if by_relay:
+        only, encrypt = {"relay": relay}, "auto"  # on one machine, which encrypts nothing else
     ends = pair_through(breakers, crossings, lasts, flips, streams=3, encrypt=encrypt, **only)
     order = [rng.randrange(len(SHAPES)) for _ in range(30)]
     sent = {
