@@ -1,8 +1,8 @@
 """The kinds of files, by their first bytes. Every source and every verb asks here.
 
 The bytes decide. The ending of a name is a hint, which counts where bytes could be anything: a file
-`.parquet` that is not one is a damaged parquet file, and what is no JSON in a file `.jsonl` or
-`.json` is a mistake.
+`.parquet` that is not one is a damaged parquet file, what is no JSON in a file `.jsonl` or `.json`
+is a mistake, and text in a file `.csv` or `.tsv` is a table.
 """
 
 import codecs
@@ -23,8 +23,9 @@ HEAD_BYTES = 2**16
 TEXT, LINES, ARRAY = "text", "JSON lines", "JSON array"
 OVER_LINES = "JSON over several lines"  # one object or more, each over several lines
 JSON = (LINES, ARRAY, OVER_LINES)
+TABLES = {"CSV table": ",", "TSV table": "\t"}  # with a row of names, and what parts their cells
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
-READ = (TEXT, *JSON, PARQUET, ARROW, ARRAY_RECORD)
+READ = (TEXT, *JSON, *TABLES, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
 OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
 POINTER = "pointer of Git LFS"  # in place of a large file
@@ -53,6 +54,8 @@ STREAM = re.compile(rb"\xff{4}.{3}\0.\0\0\0", re.DOTALL)  # of Arrow: a mark and
 TAR_AT, TAR = 257, b"ustar"
 PROMISES = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), LINES),
+    ".csv": "CSV table",
+    ".tsv": "TSV table",
     ".parquet": PARQUET,
     ".arrow": ARROW,
     **dict.fromkeys((".array_record", ".arrayrecord"), ARRAY_RECORD),
@@ -118,7 +121,7 @@ def kind_of(path: Path) -> FileKind:
     if wanted and not packing and content in (TEXT, BINARY):
         found = f"it begins with {head[:8]!r}" if head else "it is empty"
         raise damaged(str(path), f"{wanted} file", found)
-    if promise and (content == TEXT or promise != LINES):
+    if promise and (content == TEXT or promise not in (LINES, *TABLES)):
         content = promise
     if packing and content in (PARQUET, ARROW, ARRAY_RECORD):
         content = f"compressed {content}"

@@ -1,6 +1,8 @@
-"""Documents in text, which may be packed: a file is one, or each object of its JSON."""
+"""Documents in text, which may be packed: a file, each object of JSON, or each row of a table."""
 
 import codecs
+import csv
+import io
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,20 @@ import numpy as np
 
 from holmesjax.data import compressed_files, object_stores
 from holmesjax.data.byte_tokenizer import BEGIN
-from holmesjax.data.documents import Documents, FilePart, Wanted, decoded, null_among
-from holmesjax.data.file_kinds import ARRAY, JSON, LINES, OVER_LINES, FileKind
+from holmesjax.data.documents import (
+    Documents,
+    FilePart,
+    Wanted,
+    damaged,
+    decoded,
+    no_text,
+    null_among,
+)
+from holmesjax.data.file_kinds import ARRAY, JSON, LINES, OVER_LINES, TABLES, FileKind
 from holmesjax.errors import DataError
 from holmesjax.files import json_text
+
+MAX_CELL = 2**31 - 1  # characters
 
 
 def cut(path: Path, kind: FileKind, step: int) -> Iterator[tuple[int, int, int]]:
@@ -31,6 +43,9 @@ def read(part: FilePart, kind: FileKind, wanted: Wanted) -> Documents:
     if kind.content in JSON:
         for where, item in objects(path, kind, part):
             yield where, _field(item, where, wanted.column)
+        return
+    if kind.content in TABLES:
+        yield from _rows(path, kind, wanted.column)
         return
     yield part.path, decoded(whole(path, kind, "--pattern"), part.path)
 
@@ -125,6 +140,40 @@ def _field(found: Any, where: str, column: str) -> str | np.ndarray:
         raise DataError(where, problem, found=shown or "{}", fix=fix)
     refuse_half_characters(own, where)
     return own
+
+
+def _rows(path: Path, kind: FileKind, column: str) -> Iterator[tuple[str, str]]:
+    """A column of a table whose first row has the names of columns (RFC 4180)."""
+    csv.field_size_limit(MAX_CELL)  # a document is a cell
+    with compressed_files.opened(path, kind.packing) as file:
+        lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        rows = csv.reader(lines, delimiter=TABLES[kind.content], strict=True)
+        names: list[str] | None = None
+        while True:
+            try:
+                row = next(rows, None)
+            except UnicodeError as error:
+                raise no_text(f"{path}, behind line {rows.line_num:,}", error) from None
+            except csv.Error as error:
+                raise damaged(f"{path}, line {rows.line_num:,}", kind.content, error) from None
+            if row is None:
+                return
+            where = f"{path}, row that ends at line {rows.line_num:,}"
+            if not row:  # an empty line
+                continue
+            if names is None:
+                names = row
+                if names.count(column) != 1:
+                    many = "has several columns" if column in names else "has no column"
+                    fix = "name another column by --column, or leave the file out by --pattern"
+                    found = ", ".join(names)
+                    raise DataError(str(path), f"{many} `{column}`", found=found, fix=fix)
+                continue
+            if len(row) != len(names):
+                problem = f"has another number of cells than the {len(names)} names of columns"
+                fix = "put cells with commas and quotes into quotes, and double those inside"
+                raise DataError(where, problem, found=len(row), fix=fix)
+            yield where, row[names.index(column)]
 
 
 def refuse_half_characters(text: str, where: str) -> None:

@@ -27,6 +27,7 @@ ROWS = [{"text": "first → page", "url": "http://a"}, {"text": "second page", "
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 RAW = LINES.encode()
 WORDS = [row["text"] for row in ROWS]
+CSV = "url,text\n{}".format("".join(f"{row['url']},{row['text']}\n" for row in ROWS)).encode()
 ZSTD = zstandard.ZstdCompressor().compress
 SKIPPED = b"\x5e\x2a\x4d\x18\x02\0\0\0ab"  # a frame of zstd without content
 
@@ -82,6 +83,9 @@ READ = {
     "array.json": json.dumps(ROWS, indent=2).encode(),
     "over_lines.json": "".join(json.dumps(row, indent=2) + "\n" for row in ROWS).encode(),
     "over_lines": gzip.compress("".join(json.dumps(row, indent=1) for row in ROWS).encode()),
+    "a.csv": CSV,
+    "of_excel.csv": b"\xef\xbb\xbf" + CSV.replace(b"\n", b"\r\n"),
+    "a.TSV.gz": gzip.compress(CSV.replace(b",", b"\t")),
     "A.PARQUET": parquet_bytes(),
     "table": parquet_bytes(),
     "categories.parquet": parquet_bytes(text=pa.array(WORDS).dictionary_encode()),
@@ -342,6 +346,23 @@ def test_a_null_among_tokens_is_named_with_file_and_row(tmp_path, name, content,
     message = rf"{where}: has a null among the tokens of `ids`\n  found: null at place 1"
     with pytest.raises(DataError, match=message):
         documents(tmp_path / name, column="ids")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("id,words\n1,a\n", "a.csv: has no column `text`\n  found: id, words"),
+        ("text,text\n1,a\n", "a.csv: has several columns `text`"),
+        ("id,text\n1,a\n2,b,c\n", "line 3: has another number of cells than the 2 names"),
+        ('id,text\n1,"a\n', "a.csv, line 2: is no whole CSV table"),
+        ("id,text\n1,\u00e9\n".encode("latin-1"), "a.csv, .* is no UTF-8"),
+    ],
+)
+def test_a_table_that_is_none_is_refused_with_its_line(tmp_path, content, words):
+    own = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "a.csv").write_bytes(own)
+    with pytest.raises(DataError, match=words):
+        documents(tmp_path / "a.csv")
 
 
 def test_damage_behind_the_beginning_of_a_file_is_refused(tmp_path):

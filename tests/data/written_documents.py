@@ -1,5 +1,6 @@
 """The same texts in files of every format."""
 
+import csv
 import gzip
 import json
 
@@ -22,6 +23,14 @@ def frames(content, size=5000):
     skipped = b"\x5e\x2a\x4d\x18\x02\0\0\0ab"
     cut = [content[first : first + size] for first in range(0, len(content), size)]
     return skipped.join(map(compress, cut))
+
+
+def write_csv(folder):
+    with (folder / "a.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "text"])
+        rows.writerows(enumerate(TEXTS))
+    return folder / "a.csv"
 
 
 def write_jsonl(folder):
