@@ -28,6 +28,7 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.chunk import ChunkState
 from holmesjax.runtime.device_memory import PeakMemory
+from holmesjax.runtime.expert_loads import ExpertLoads
 from holmesjax.runtime.overlapped_work import OverlappedWork
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
@@ -113,6 +114,11 @@ class TrainingLoop:
     _held: list[ProcessStep] = field(default_factory=list, init=False)
     _num_skipped: int = field(default=0, init=False)  # in a row
     _checkpoint_s: float = field(default=0.0, init=False)  # that no report has yet
+    _expert_loads: ExpertLoads = field(init=False)
+
+    def __post_init__(self) -> None:
+        every = self.config.log.expert_loads_every
+        self._expert_loads = ExpertLoads(every, self.config.train.steps)
 
     def run(self, done: int, sequences: int) -> int:
         """Trains `states` until the last step or until asked to stop; the number of steps done.
@@ -273,6 +279,7 @@ class TrainingLoop:
             train = self.config.train
             of_whole = train.batch_of(unread.step) / train.global_batch
             report["auxiliary"] = layer_statistics.of_small_batch(found, of_whole)
+        report |= self._expert_loads.after_step(unread.step, metrics, skipped=report["skipped"])
         intervals = report["intervals"] = unread.timeline.intervals()
         report["link_bytes"] = unread.link_bytes
         report["input_wait_s"] = unread.input_wait_s

@@ -270,6 +270,11 @@ class LogConfig:
     # Whether records have statistics by kind of layer: norms of gradients and parameters, and root
     # mean squares of the outputs of layers.
     statistics: Flag = False
+    # Steps after which a record has the choices of each expert since the record before that had
+    # them, and each expert without a choice, or with too many, raises an alarm. 0: never.
+    expert_loads_every: Natural = 100
+    # The load of an expert, over the mean load of its layer, above which there is an alarm.
+    expert_load_alarm: Positive = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

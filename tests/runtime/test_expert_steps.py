@@ -23,6 +23,7 @@ from holmesjax.models.layer import (
     statements,
 )
 from holmesjax.runtime.compilation import compile_chunks
+from holmesjax.runtime.expert_loads import PREFIX, ExpertLoads
 from holmesjax.runtime.pipeline import make_runner
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.one_device import RTOL, SEED, check_gradient, step_inputs
@@ -166,6 +167,18 @@ def test_a_backward_that_computes_again_leaves_each_token_with_its_experts(polic
     assert text.count("top_k[") == 1
 
 
+def test_loads_are_told_for_all_steps_since_they_were_told_last():
+    """The third step was skipped: its choices count nowhere."""
+    loads, told = ExpertLoads(every=3, last=7), {}
+    for step in range(1, 8):
+        own = {PREFIX + "block_001": np.float32([step, 0]), "loss": 1.0}
+        told[step] = loads.after_step(step, own, skipped=step == 3)
+    found = {step: (x["expert_load_steps"], x["expert_loads"]) for step, x in told.items() if x}
+    of = lambda count: {"block_001": [count, 0]}
+    assert found == {3: (2, of(1 + 2)), 6: (3, of(4 + 5 + 6)), 7: (1, of(7))}
+    assert ExpertLoads(every=0, last=1).after_step(1, own, skipped=False) == {}
+
+
 # ---- whole steps ---------------------------------------------------------------------------------
 
 
@@ -269,6 +282,8 @@ def test_no_plan_changes_a_step(plan_name, name):
         for what, value in wanted.items():
             assert float(found[what]) == pytest.approx(float(value), rel=RTOL), (step, what)
         check_gradient(states, gradient)
+        for layer, frozen in after.items():
+            np.testing.assert_array_equal(found[PREFIX + layer], frozen["router"]["count_E"])
         for state in states:
             for layer, frozen in state.fixed.items():
                 for what, array in frozen["router"].items():
