@@ -125,6 +125,7 @@ class Static(NamedTuple):
     num_experts: int
     capacity: int | None  # slots of an expert for each sequence; None: dropless
     shards: Shards | None
+    num_chunks: int = 1  # of an exchange, where devices share experts
 
     @property
     def num_devices(self) -> int:

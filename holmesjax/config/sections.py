@@ -116,6 +116,11 @@ class ParallelConfig:
     # Devices that share the experts of a layer, and exchange tokens; they also cut sequences and
     # other parameters, as fsdp does.
     expert: Count | None = None
+    # The order in which devices that share experts have them. load: at the begin and after each
+    # checkpoint, so that the loads of the last step are as even as they can be. number: by number.
+    expert_placement: Literal["number", "load"] = "number"
+    # Chunks of an exchange of tokens, of which one travels while another one's experts compute.
+    expert_chunks: Count = 1
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # microbatches of a step
     schedule: Schedule | None = None  # order of forwards and backwards on each stage

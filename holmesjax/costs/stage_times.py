@@ -128,6 +128,7 @@ class _LayerShape(NamedTuple):
     tensor: int
     context: int
     expert: int
+    places_experts: bool
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
@@ -168,7 +169,9 @@ def _layer_seconds(
     kind, length = kinds(model).blocks[number], model.context_length
     num_tokens = stage.sequences * length // stage.context
     experts = model.experts if has_experts(kind) else None
-    peak = float(peak_load(experts, stage.expert)) if experts else 1.0
+    peak = 1.0
+    if experts is not None:
+        peak = float(peak_load(experts, stage.expert, is_placed=stage.places_experts))
     cuts_of = stage.tensor, stage.expert, peak
     products = layer_products(kind, num_tokens, *cuts_of)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)

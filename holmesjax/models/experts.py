@@ -69,18 +69,26 @@ def experts(
     if settings.normalized and settings.active > 1:
         weight_BLk = weight_BLk / (weight_BLk.sum(-1, keepdims=True) + 1e-20)
     names = ("gate_EDF", "up_EDF") if "gate_EDF" in params else ("up_EDF",)
+    is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
+    place_BLk = choice_BLk
+    if (place_E := router.get("place_E")) is not None:  # a sum, as that of `ops.chosen`
+        place_BLk = jnp.sum(jnp.where(is_chosen, place_E, 0), -1).astype(jnp.int32)
+    if "narrow_DC" in params:
+        h_BLD = ops.linear(h_BLD, params["narrow_DC"])
     y_BLD = ops.experts_feed_forward(
         context.model.activation,
         h_BLD,
-        choice_BLk,
+        place_BLk,
         settings.scale * weight_BLk,
         tuple(params[name] for name in names),
         params["down_EFD"],
         capacity=capacity,
         shards=kernels.shards,
+        num_chunks=kernels.expert_chunks,
     )
     y_BLD = checkpoint_name(y_BLD, ops.RESULTS)
-    is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
+    if "widen_CD" in params:
+        y_BLD = ops.linear(y_BLD, params["widen_CD"])
     count_E = jnp.sum(is_chosen, (0, 1, 2), dtype=jnp.float32)
     return y_BLD, _auxiliary(logits_BLE, scores_BLE, count_E, router["count_E"], context)
 

@@ -165,6 +165,7 @@ class Kernels:
     # Whether `tensor` cuts sequences between products, for the kinds that state that they can.
     sequence_parallel: bool = False
     logit_bytes: int = LOGIT_BYTES  # of the float32 logits of a chunk of the loss
+    expert_chunks: int = 1  # of an exchange between devices that share experts
 
     @property
     def device(self) -> jax.Device:

@@ -285,6 +285,9 @@ def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alter
     if len(problem.topology.nodes) > 1:
         say("a random order")
         yield _shuffled(problem, chosen)
+    if any(slot.mesh.expert > 1 for slot in chosen.assignment.slots):
+        say("experts placed otherwise")
+        yield _placed_otherwise(problem, chosen)
 
 
 def _alternative(
@@ -352,6 +355,22 @@ def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
             pools.append(replace(everything, devices=share))
         steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, assignment=assignment)))
     return _alternative("the same on nodes in a random order", statistics.median(steps_s))
+
+
+def _placed_otherwise(problem: Problem, chosen: Candidate) -> Alternative:
+    """The same stages with experts by number, or by load where the run has them by number."""
+    parallel = problem.config.parallel
+    other = "number" if parallel.expert_placement == "load" else "load"
+    config = replace(problem.config, parallel=replace(parallel, expert_placement=other))
+    changed = Problem(
+        config=config,
+        topology=problem.topology,
+        pools=problem.pools,
+        stage_costs=StageCosts(config),
+        usable_memory=problem.usable_memory,
+    )
+    what = f"parallel.expert_placement={other}"
+    return _alternative(what, _step_s(changed, chosen), problem, chosen)
 
 
 # ---- other machines ------------------------------------------------------------------------------

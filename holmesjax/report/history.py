@@ -27,7 +27,7 @@ TAKEN = frozenset(
         *(*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE),
         *("grad_norm", "learning_rate", "time_left_s", "time_s"),
         *("link_losses", "link_lost_s", "nic_bytes"),
-        *(expert_alarm.LOADS, expert_alarm.STEPS, expert_alarm.FIELD),
+        *(expert_alarm.LOADS, expert_alarm.STEPS, expert_alarm.FIELD, "expert_peaks"),
     )
 )
 MAX_ALARMS = 20  # of experts, the newest

@@ -20,6 +20,8 @@ Its entries:
     island         whose numbers these are, where each process has a stage of one
     own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
+    expert_peaks   by layer, the load of the fullest device over the mean: if experts lay by number,
+                   and as they were placed before this step, where they were
     expert_loads   the choices of each expert by layer, in `expert_load_steps` steps, where it tells
 """
 
@@ -41,8 +43,12 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
     islands: dict[int, ProcessStep] = {}
     for report in reports:
         known_here = islands.setdefault(report.get("island", 0), {})
-        loads = {**known_here.get("expert_loads", {}), **report.get("expert_loads", {})}
-        known_here.update(report, **({"expert_loads": loads} if loads else {}))
+        by_layer = {
+            name: {**known_here.get(name, {}), **report[name]}
+            for name in ("expert_loads", "expert_peaks")
+            if name in report
+        }
+        known_here.update({**report, **by_layer})
     own = [islands[k] for k in sorted(islands)]
     known: ProcessStep = {}
     for island in own:

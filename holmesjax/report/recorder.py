@@ -21,7 +21,7 @@ from holmesjax.liveness.helper_process import StoppedError, run_module
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan import mfu
 from holmesjax.report import history, link_losses
-from holmesjax.report.console import Console
+from holmesjax.report.console import Console, placement_line
 from holmesjax.report.expert_alarm import LOADS, STEPS, ExpertAlarm
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
@@ -204,7 +204,7 @@ class Recorder:
             **known.get("auxiliary", {}),
             "link_bytes": _sum_by_link(report["link_bytes"] for report in reports),
         }
-        for name in ("val_loss", "val_losses", STEPS, LOADS):
+        for name in ("val_loss", "val_losses", STEPS, LOADS, "expert_peaks"):
             if name in known:
                 record[name] = known[name]
         if memory := {
@@ -228,6 +228,8 @@ class Recorder:
         self.console.step(record, tuple(own))
         if alarm:
             self.console.print(alarm)
+        if "expert_peaks" in record:
+            self.console.print(placement_line(record["expert_peaks"]))
         self.last = record
         self._num_steps += 1
         self._step_times_s.append(step_time_s)

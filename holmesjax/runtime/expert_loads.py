@@ -55,6 +55,6 @@ class ExpertLoads:
                 self._sums[layer] = self._sums.get(layer, 0.0) + np.float64(of_step_E)
         if not self._count or (step % self._every and step != self._last):
             return {}
-        told = {layer: sums_E.tolist() for layer, sums_E in self._sums.items()}
+        told = {layer: np.rint(sums_E).astype(int).tolist() for layer, sums_E in self._sums.items()}
         count, self._count, self._sums = self._count, 0, {}
         return {"expert_load_steps": count, "expert_loads": told}

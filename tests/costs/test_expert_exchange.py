@@ -7,6 +7,7 @@ from holmesjax.config import ExpertsConfig, ModelConfig
 from holmesjax.costs import expert_exchange
 from holmesjax.costs.collective_times import Group, Groups, all_to_all_s
 from holmesjax.costs.expert_exchange import LOAD_VARIATION, exchange_s, peak_load, rounds
+from holmesjax.costs.expert_placement import greedy
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.topology.machines import DeviceKind, Link
 from kernels.expert_slots import slots_of_each
@@ -14,20 +15,31 @@ from tests.shapes import shape_of
 
 
 @pytest.mark.parametrize(
-    "count, active, num_tokens, n", [(128, 8, 4096, 8), (128, 8, 4096, 32), (8, 2, 4096, 4)]
+    "count, active, num_tokens, n, is_placed",
+    [
+        (128, 8, 4096, 8, False),
+        (128, 8, 4096, 32, False),
+        (8, 2, 4096, 4, False),
+        (128, 8, 4096, 32, True),
+        (64, 6, 4096, 16, True),
+    ],
 )
-def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n):
+def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n, is_placed):
     """Experts have loads that vary, and each device draws the choices of its tokens."""
     rng, peaks, found = np.random.default_rng(0), [], []
     for _ in range(200):
         share = np.maximum(rng.normal(1, LOAD_VARIATION, count), 0)
+        if is_placed:  # by their loads of a step before
+            share = share[greedy(share.tolist(), n)]
         choices = rng.multinomial(num_tokens * active, share / share.sum(), size=n)
         sent = choices.reshape(n, n, -1).sum(-1)  # from each device to each
         peaks.append(sent.sum(0).max() / (num_tokens * active))
         found.append(np.ceil(sent.max() / slots_of_each(num_tokens * active, n)))
     experts = ExpertsConfig(count=count, active=active)
-    assert float(peak_load(experts, n)) == pytest.approx(np.mean(peaks), rel=0.02)
-    assert float(rounds(experts, num_tokens, n)) == pytest.approx(np.mean(found), abs=0.12)
+    peak = peak_load(experts, n, is_placed=is_placed)
+    assert float(peak) == pytest.approx(np.mean(peaks), rel=0.02)
+    expected = rounds(experts, num_tokens, n, is_placed=is_placed)
+    assert float(expected) == pytest.approx(np.mean(found), abs=0.12)
 
 
 def test_an_exchange_between_nodes_shares_their_links():

@@ -87,6 +87,7 @@ ROUTINGS = {
     "Mixtral": MIXTRAL,
     "not normalized": dataclasses.replace(MIXTRAL, normalized=False),
     "DeepSeek": dataclasses.replace(DEEPSEEK, capacity_factor=None),
+    "latents": dataclasses.replace(MIXTRAL, latent_width=12),
 }
 
 
@@ -96,13 +97,18 @@ def test_routing_is_the_published_one(settings):
     rng, model = np.random.default_rng(1), model_of(settings)
     kind = layers(model)["block_000"]
     E, D, F = settings.count, model.width, settings.width
+    C = settings.latent_width or D
     x = rng.standard_normal((2, 16, D)).astype(np.float32)
     x[0, :3] = 0
-    down = rng.standard_normal((E, F, D)).astype(np.float32)
-    gate, up = rng.standard_normal((2, E, D, F)).astype(np.float32)
+    down = rng.standard_normal((E, F, C)).astype(np.float32)
+    gate, up = rng.standard_normal((2, E, C, F)).astype(np.float32)
     router = rng.standard_normal((D, E)).astype(np.float32)
     steps = np.float32(np.arange(E) % 3)
     params = {"gate_EDF": gate, "up_EDF": up, "down_EFD": down}
+    narrow, widen = np.eye(D), np.eye(D)
+    if settings.latent_width:
+        narrow, widen = (0.2 * rng.standard_normal(shape) for shape in ((D, C), (C, D)))
+        params |= {"narrow_DC": np.float32(narrow), "widen_CD": np.float32(widen)}
     params["router"] = {"weight_DE": router, "count_E": np.ones(E, np.float32)}
     if settings.bias_rate:
         params["router"]["steps_E"] = steps
@@ -115,11 +121,11 @@ def test_routing_is_the_published_one(settings):
         weights = published_weights(logits, settings.bias_rate * steps, settings)
         counts += weights > 0
         squares += np.log(np.exp(logits).sum()) ** 2
-        wanted = np.zeros(D)
+        wanted, latent = np.zeros(C), token @ narrow
         for e in np.flatnonzero(weights):
-            inner = token @ gate[e]
-            wanted += weights[e] * (inner / (1 + np.exp(-inner)) * (token @ up[e])) @ down[e]
-        np.testing.assert_allclose(y[b, t], wanted, rtol=1e-4, atol=1e-3)
+            inner = latent @ gate[e]
+            wanted += weights[e] * (inner / (1 + np.exp(-inner)) * (latent @ up[e])) @ down[e]
+        np.testing.assert_allclose(y[b, t], wanted @ widen, rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(auxiliary["sums"]["router/count_E"], counts)
     if settings.router_z_loss:
         assert float(auxiliary["losses"]["router_z"]) == pytest.approx(squares, rel=1e-5)
@@ -231,6 +237,7 @@ MODELS = {
     "Mixtral": model_of(MIXTRAL),
     "DeepSeek": model_of(BIASED, **LATENTS),
     "dropless": model_of(dataclasses.replace(BIASED, capacity_factor=None), **LATENTS),
+    "latent experts": model_of(dataclasses.replace(MIXTRAL, latent_width=16, shared_width=24)),
 }
 PLANS = {
     "one program": hand_made_plan((3,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
@@ -252,6 +259,7 @@ OFTEN = {
     ("experts cut", "Mixtral"),
     ("experts beside others", "DeepSeek"),
     ("context", "DeepSeek"),
+    ("experts cut", "latent experts"),
 }
 EVERY = [
     pytest.param(
