@@ -56,6 +56,7 @@ def experts_feed_forward(
     capacity: int | None = None,
     shards: Shards | None = None,
     num_chunks: int = 1,
+    by_kernel: bool = False,
 ) -> jax.Array:
     """The sum over choices of weight * (activation(x @ w_in) @ w_out); [B, L, D].
 
@@ -76,8 +77,10 @@ def experts_feed_forward(
         are needed.
       shards: how a mesh cuts B, E and F; None: there is no mesh.
       num_chunks: of each exchange between devices that share experts.
+      by_kernel: whether products without a capacity are those of `kernels.experts_pallas`, which
+        give gradients of weights in the dtype of x.
     """
-    static = Static(activation, w_out.shape[0], capacity, shards, num_chunks)
+    static = Static(activation, w_out.shape[0], capacity, shards, num_chunks, by_kernel)
     run = local_experts if static.num_devices == 1 else _exchanged
     return run(static, x_BLD, choice_BLk, weight_BLk, w_in, w_out)
 
@@ -242,7 +245,7 @@ def _own_experts(
     A device that shares the width of experts has its part of a sum.
     """
     each = static.num_experts // static.num_devices
-    own = Static(static.activation, each, None, None)
+    own = Static(static.activation, each, None, None, by_kernel=static.by_kernel)
     column = lambda x_R: x_R[None, :, None]  # one sequence, of whose tokens each has one choice
     arrays = x_RD[None], column(expert_R), column(weight_R)
     return local_experts(own, *arrays, w_in, w_out)[0]

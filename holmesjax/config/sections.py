@@ -75,6 +75,10 @@ class KernelsConfig:
     # the Pallas kernels on Hopper, or JAX's Triton kernels, if a check of them has passed, else
     # plain JAX. reference: plain JAX.
     attention: Literal["auto", "reference", "pallas", "triton", "cudnn"] = "auto"
+    # The implementation of products of experts without a capacity. xla: plain JAX, one block of
+    # rows after the other. pallas: JAX's kernels for Hopper, where a check of them has passed.
+    # auto: xla, until the kernels have been measured as faster.
+    experts: Literal["auto", "pallas", "xla"] = "auto"
     # Whether attention gives the same gradients from the same inputs, to the bit. cuDNN is then not
     # used, and attention is slower on Hopper.
     deterministic_attention: Flag = False

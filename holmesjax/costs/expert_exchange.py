@@ -7,6 +7,7 @@
 """
 
 import functools
+from collections.abc import Sequence
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from holmesjax.config import ExpertsConfig, ModelConfig
 from holmesjax.costs import collective_times, expert_placement
-from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN, Group, Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.experts import sent_width
 from holmesjax.layer_specs.kind import Kind
@@ -125,25 +126,57 @@ def exchanged_bytes(
 ) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
     """Bytes of each array that a device exchanges in a round of a layer: forward, backward.
 
-    There are n slots_of_each(k T, n) rows, of which one n-th stays on the device. A forward sends
-    the experts' numbers and weights, tokens, and results. A backward sends the first two again,
-    gradients of results and of tokens, and those of weights.
+    There are n slots_of_each(k T, n, chunks) rows, of which one n-th stays on the device. A forward
+    sends the experts' numbers and weights, tokens, and results. A backward sends the first two
+    again, gradients of results and of tokens, and those of weights.
     """
     experts = model.experts
     assert experts is not None, "a model with experts has settings of them"
     num_tokens: Any = stage_tokens(model, stage)
-    rows = stage.expert * slots_of_each(experts.active * num_tokens, stage.expert)
+    shared = experts.active * num_tokens, stage.expert, stage.expert_chunks
+    rows = stage.expert * slots_of_each(*shared)
     tokens = 1.0 * DTYPE_BYTES[stage.dtype] * sent_width(model) * rows
     return (8.0 * rows, tokens, tokens), (8.0 * rows, tokens, tokens, tokens, 4.0 * rows)
 
 
-def exchange_s(
-    model: ModelConfig, stage: StageShape, expert: Group | Groups | None
-) -> tuple[Numbers, Numbers]:
-    """Seconds of a microbatch for exchanges of tokens over `expert`: forward, backward.
+def round_s(sent_s: Numbers, products_s: Numbers, back_s: Numbers, num_chunks: int) -> Numbers:
+    """Seconds of a round, of whose chunks each is sent, multiplied, and sent back.
 
-    None of them is taken to be hidden. With `full` checkpointing the exchange of a forward runs
-    again where a norm reads the results of experts.
+    The links carry one chunk at a time, and the products are of one at a time. All chunks are sent
+    first, and come back as their products are ready: no order takes less.
+
+    >>> [float(round_s(1.0, 2.0, 1.0, 1)), float(round_s(0.5, 1.0, 0.5, 2))]
+    [4.0, 3.0]
+
+    Args:
+      sent_s, products_s, back_s: of one chunk.
+      num_chunks: of a round.
+    """
+    ready_s: Numbers = 0.0
+    end_s: Numbers = num_chunks * sent_s
+    for i in range(1, num_chunks + 1):
+        ready_s = np.maximum(ready_s, i * sent_s) + products_s
+        end_s = np.maximum(end_s, ready_s) + back_s
+    return end_s
+
+
+def exchange_s(
+    model: ModelConfig,
+    stage: StageShape,
+    expert: Group | Groups | None,
+    experts_s: Sequence[Numbers] = (0.0, 0.0),
+) -> tuple[Numbers, Numbers]:
+    """Seconds that exchanges of tokens over `expert` add to a microbatch: forward, backward.
+
+    They may hide behind the products of experts, whose kernels they slow, where they have several
+    chunks. With `full` checkpointing the exchange of a forward runs again where something reads the
+    results of experts.
+
+    Args:
+      model: the model's settings.
+      stage: the shape of the stage.
+      expert: the slowest group of devices that share experts.
+      experts_s: of the products of experts in all layers, forward and backward.
     """
     of_policies = [item for item in stage.policies(model) if has_experts(item[1])]
     if not of_policies or model.experts is None:
@@ -156,8 +189,18 @@ def exchange_s(
     )
     of_stage = stage_tokens(model, stage), stage.expert
     number = rounds(model.experts, *of_stage, is_placed=stage.places_experts)
-    forward_s, backward_s = (
-        number * sum(collective_times.all_to_all_s(size, expert) for size in sizes)
-        for sizes in exchanged_bytes(model, stage)
-    )
+    chunks, added = stage.expert_chunks, []
+    for sizes, num_sent, products_s in zip(
+        exchanged_bytes(model, stage), (2, 3), experts_s, strict=True
+    ):
+        each_s = [collective_times.all_to_all_s(size / chunks, expert) for size in sizes]
+        sent_s, back_s = sum(each_s[:num_sent]), sum(each_s[num_sent:])
+        own_s = np.divide(products_s, count * number)  # of a round of a layer
+        hidden_s: Numbers = 0.0
+        if chunks > 1:
+            in_turn_s = chunks * (sent_s + back_s) + own_s
+            hidden_s = in_turn_s - round_s(sent_s, own_s / chunks, back_s, chunks)
+        exposed_s = chunks * (sent_s + back_s) - hidden_s
+        added.append(number * (exposed_s + (OVERLAP_SLOWDOWN - 1) * hidden_s))
+    forward_s, backward_s = added
     return count * forward_s, count * backward_s + again * forward_s

@@ -15,6 +15,7 @@ from holmesjax.layer_specs.experts import BIAS, COUNT, STEPS, num_expert_blocks
 from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, Context, Params
 from holmesjax.models.transformer import attention, feed_forward, norm
+from holmesjax.plan.plan import Axis
 
 
 def expert_block(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
@@ -85,12 +86,26 @@ def experts(
         capacity=capacity,
         shards=kernels.shards,
         num_chunks=kernels.expert_chunks,
+        by_kernel=_by_kernel(h_BLD, params["up_EDF"], context),
     )
     y_BLD = checkpoint_name(y_BLD, ops.RESULTS)
     if "widen_CD" in params:
         y_BLD = ops.linear(y_BLD, params["widen_CD"])
     count_E = jnp.sum(is_chosen, (0, 1, 2), dtype=jnp.float32)
     return y_BLD, _auxiliary(logits_BLE, scores_BLE, count_E, router["count_E"], context)
+
+
+def _by_kernel(x_BLD: jax.Array, w_EDF: jax.Array, context: Context) -> bool:
+    """Whether kernels multiply. Raises ConfigError where they are asked for and cannot."""
+    kernels = context.kernels
+    if kernels.config.experts != "pallas":
+        return False
+    inner = w_EDF.shape[2] // kernels.size(Axis.TENSOR)
+    reason = ops.unsupported_experts(kernels.device, x_BLD.dtype, x_BLD.shape[-1], inner)
+    if reason is not None:
+        problem = "asks for kernels that cannot multiply here"
+        raise ConfigError("kernels.experts", problem, found=reason, fix="use auto or xla")
+    return True
 
 
 def _scores(logits_BLE: jax.Array, settings: ExpertsConfig) -> jax.Array:

@@ -228,6 +228,7 @@ class StageCosts:
             context=mesh.context,
             expert=mesh.expert,
             places_experts=self._config.parallel.expert_placement == "load",
+            expert_chunks=self._config.parallel.expert_chunks,
             sequences=train.global_batch // (settings.microbatches * mesh.batch_shards),
             chunks=in_flight.chunks,
             in_flight=in_flight.all,
