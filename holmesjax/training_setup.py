@@ -137,7 +137,7 @@ class TrainingSetup:
         return loop
 
     def _placement(self) -> ExpertPlacement | None:
-        """What places the experts of the chunks here; None where they lie by number."""
+        """The placement of the experts of the chunks here; None where they lie by number."""
         return ExpertPlacement(self._chunks) if any(c.placed_layers for c in self._chunks) else None
 
 

@@ -1,4 +1,4 @@
-"""Which of the devices that share a layer's experts has which of them, so that loads are even.
+"""Orders of a layer's experts over the devices that share them, in which loads are even.
 
 Every device has as many experts, whose arrays are of one shape. An order has the number of an
 expert for each slot, and the slots of a device lie side by side.

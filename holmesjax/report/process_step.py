@@ -43,7 +43,7 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
     islands: dict[int, ProcessStep] = {}
     for report in reports:
         known_here = islands.setdefault(report.get("island", 0), {})
-        by_layer = {
+        by_layer: ProcessStep = {
             name: {**known_here.get(name, {}), **report[name]}
             for name in ("expert_loads", "expert_peaks")
             if name in report

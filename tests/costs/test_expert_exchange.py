@@ -46,7 +46,7 @@ def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n, is_place
 
 
 def shortest_round_s(sent_s, products_s, back_s, num_chunks):
-    """Of every order in which a link can carry chunks there and back."""
+    """The least time of every order in which a link can carry chunks there and back."""
     there, back = range(num_chunks), range(num_chunks, 2 * num_chunks)
     found = []
     for order in itertools.permutations([*there, *back]):
