@@ -62,7 +62,7 @@ def group_gradients(x_SD: jax.Array, dy_SF: jax.Array, size_E: jax.Array) -> jax
     return gradient
 
 
-def _tiles(width: int) -> dict[str, int]:
+def _tiles(width: int) -> dict[str, Any]:
     """The sizes of tiles: what fits into the memory of a block; which are fastest is not known."""
     wide = 128 if width % 128 == 0 else 64
     sizes = {"block_m": ROWS, "block_n": wide, "block_k": 64}

@@ -52,7 +52,8 @@ class ExpertLoads:
             self._count += 1
             for name, of_step_E in jax.device_get(own).items():
                 layer = name.removeprefix(PREFIX)
-                self._sums[layer] = self._sums.get(layer, 0.0) + np.float64(of_step_E)
+                before_E = self._sums.get(layer, np.zeros_like(of_step_E, np.float64))
+                self._sums[layer] = before_E + of_step_E
         if not self._count or (step % self._every and step != self._last):
             return {}
         told = {layer: np.rint(sums_E).astype(int).tolist() for layer, sums_E in self._sums.items()}

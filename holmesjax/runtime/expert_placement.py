@@ -79,7 +79,7 @@ class ExpertPlacement:
 
     def by_number(self, states: Sequence[ChunkState]) -> list[ChunkState]:
         """The states as checkpoints have them."""
-        read = lambda chunk, router, layer: np.asarray(router[NAME], np.int32)
+        read = lambda chunk, router, layer: np.asarray(router[NAME]).astype(int).tolist()
         return self._moved(states, read, lambda order: np.arange(len(order)))
 
     def _moved(
@@ -123,7 +123,7 @@ def without_places(chunk: Chunk, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_experts(chunk: Chunk, path: tuple) -> tuple[str, Parameter | None]:
     """The layer of an array of a state, and the weight of placed experts that it belongs to."""
-    names = [getattr(key, "key", None) for key in path]
+    names = [str(getattr(key, "key", "")) for key in path]
     for layer in set(names) & set(chunk.placed_layers):
         own = tuple(names[names.index(layer) + 1 :])
         for parameter in chunk.kinds[layer].parameters:

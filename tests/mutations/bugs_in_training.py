@@ -105,7 +105,7 @@ TRAINING = (
     Bug(
         name="saved-as-experts-lie",
         module="holmesjax.runtime.expert_placement",
-        old="read = lambda chunk, router, layer: np.asarray(router[NAME], np.int32)",
+        old="read = lambda chunk, router, layer: np.asarray(router[NAME]).astype(int).tolist()",
         new="read = lambda chunk, router, layer: np.arange(len(router[NAME]))",
         wrong="a checkpoint has experts in the order of devices",
         tests=("tests/runtime/test_expert_placement.py",),
