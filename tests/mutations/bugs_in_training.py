@@ -81,7 +81,7 @@ TRAINING = (
     Bug(
         name="one-round-of-an-exchange",
         module="kernels.expert_exchange",
-        old="rounds = -(-load_n.max() // slots_of_each(choice_BLk.size, static.num_devices))",
+        old="rounds = -(-load_n.max() // _slots_of_each(static, choice_BLk.size))",
         new="rounds = jnp.minimum(1, load_n.max())",
         wrong="tokens that find no slot of another device are lost",
         tests=("tests/kernels/test_experts.py",),
