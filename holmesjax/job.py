@@ -260,7 +260,13 @@ class Job:
     def _active(self) -> list[str]:
         """Returns the text of the model's size, where a token uses a part of the parameters."""
         everything, active = parameter_counts(self.config.model)
-        return [f"model       {everything:,} parameters, {active:,} active"] * (active < everything)
+        lines = []
+        if active < everything:
+            lines.append(f"model       {everything:,} parameters, {active:,} active")
+        shares = any(stage.mesh.get(Axis.EXPERT, 1) > 1 for stage in self.plan.stages)
+        if shares and self.config.parallel.expert_placement == "load":
+            lines.append("experts     placed by their loads at the begin and after each checkpoint")
+        return lines
 
     def _numbers(self) -> list[str]:
         """Returns the lines of the number formats; gradients are float32 on every plan."""

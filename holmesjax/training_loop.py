@@ -28,6 +28,8 @@ from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import layer_statistics
 from holmesjax.runtime.chunk import ChunkState
 from holmesjax.runtime.device_memory import PeakMemory
+from holmesjax.runtime.expert_loads import ExpertLoads
+from holmesjax.runtime.expert_placement import ExpertPlacement
 from holmesjax.runtime.overlapped_work import OverlappedWork
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.runtime.prefetch import Feed, Step, Validation
@@ -85,6 +87,7 @@ class TrainingLoop:
       callbacks: the user's.
       tells_at_once: asked after each step whether to wait for its numbers and tell of it then.
       stage_names: of the stages whose squared norms the runner gives, in their order.
+      placement: of the experts of this process, at the begin and at each checkpoint.
     """
 
     config: Config
@@ -104,6 +107,7 @@ class TrainingLoop:
     callbacks: Callbacks = field(default_factory=Callbacks)
     tells_at_once: Callable[[], bool] = lambda: False
     stage_names: Sequence[str] = ("stage 0",)
+    placement: ExpertPlacement | None = None
     # Of the stages that are here, after the last step that was dispatched. Nothing else refers to
     # them: a step takes their memory.
     states: Sequence[ChunkState] = field(default=(), init=False)
@@ -113,6 +117,13 @@ class TrainingLoop:
     _held: list[ProcessStep] = field(default_factory=list, init=False)
     _num_skipped: int = field(default=0, init=False)  # in a row
     _checkpoint_s: float = field(default=0.0, init=False)  # that no report has yet
+    _expert_loads: ExpertLoads = field(init=False)
+    # The peaks of loads by layer, as experts were placed last, until a report has them.
+    _peaks: Mapping[str, Sequence[float]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        every = self.config.log.expert_loads_every
+        self._expert_loads = ExpertLoads(every, self.config.train.steps)
 
     def run(self, done: int, sequences: int) -> int:
         """Trains `states` until the last step or until asked to stop; the number of steps done.
@@ -156,6 +167,7 @@ class TrainingLoop:
                 yield from map(Validation, range(num_sets * train.eval_batches))
 
     def _run(self, feed: Feed, done: int) -> Iterator[int]:
+        self._place_experts()
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
         timeline: Timeline | None = None  # of the step that is dispatched
@@ -243,8 +255,16 @@ class TrainingLoop:
         if isinstance(self.runner, IslandsRunner):
             self.states = self.runner.settled(self.states)
         self.begins("checkpoint", done)
+        if self.placement:
+            self.states = self.placement.by_number(self.states)
         self.writer.save(done, self.states)
+        self._place_experts()
         self._checkpoint_s += time.perf_counter() - began_s
+
+    def _place_experts(self) -> None:
+        """By the loads of the last step, from the order that checkpoints have."""
+        if self.placement:
+            self.states, self._peaks = self.placement.by_load(self.states)
 
     def _is_evaluating(self, done: int) -> bool:
         every, steps = self.config.train.eval_every, self.config.train.steps
@@ -273,11 +293,14 @@ class TrainingLoop:
             train = self.config.train
             of_whole = train.batch_of(unread.step) / train.global_batch
             report["auxiliary"] = layer_statistics.of_small_batch(found, of_whole)
+        report |= self._expert_loads.after_step(unread.step, metrics, skipped=report["skipped"])
         intervals = report["intervals"] = unread.timeline.intervals()
         report["link_bytes"] = unread.link_bytes
         report["input_wait_s"] = unread.input_wait_s
         if risen := self.memory.risen():
             report["memory_bytes"] = risen
+        if self._peaks:
+            report["expert_peaks"], self._peaks = dict(self._peaks), {}
         if self._checkpoint_s:
             report["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         if self.compile_s:

@@ -32,6 +32,7 @@ from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
+from holmesjax.runtime.expert_placement import ExpertPlacement
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.spikes import SpikeRule
 from holmesjax.runtime.timeline import Clock
@@ -130,9 +131,14 @@ class TrainingSetup:
             memory=PeakMemory(devices_of(self._chunks)),
             compile_s=self._compile_s,
             stage_names=_stage_names(self._job.plan, self._chunks),
+            placement=self._placement(),
         )
         loop.states, self._states = self._states, ()  # a step takes their memory
         return loop
+
+    def _placement(self) -> ExpertPlacement | None:
+        """The placement of the experts of the chunks here; None where they lie by number."""
+        return ExpertPlacement(self._chunks) if any(c.placed_layers for c in self._chunks) else None
 
 
 def make_chunks(
@@ -160,6 +166,8 @@ def make_chunks(
             ema_decay=config.optimizer.ema_decay,
             spike_rule=_spike_rule(config.train),
             has_statistics=config.log.statistics,
+            places_experts=config.parallel.expert_placement == "load",
+            expert_chunks=config.parallel.expert_chunks,
             mask_documents=config.data.documents == "mask",
             restarts_positions=packs(config.data) and config.model.positions == "learned",
             kernels=config.kernels,

@@ -6,7 +6,11 @@ slot wait for the next round. All devices run as many rounds as the largest load
 needs, so no choice is lost at any load, and no array is larger than an even load makes it. With
 loads that are nearly even there is one round.
 
-Dims: those of `kernels.experts`, of one device; n devices, S slots for each, R = n S rows.
+A round may be cut into chunks, each with a part of the slots for every device. No exchange of a
+chunk waits for the products of another one, so that a compiler can hide one behind the other.
+
+Dims: those of `kernels.experts`, of one device; n devices, S slots for each, R = n S rows, those of
+a chunk included.
 """
 
 import functools
@@ -51,6 +55,8 @@ def experts_feed_forward(
     *,
     capacity: int | None = None,
     shards: Shards | None = None,
+    num_chunks: int = 1,
+    by_kernel: bool = False,
 ) -> jax.Array:
     """The sum over choices of weight * (activation(x @ w_in) @ w_out); [B, L, D].
 
@@ -70,8 +76,11 @@ def experts_feed_forward(
       capacity: slots of an expert for each sequence, which its first tokens get; None: as many as
         are needed.
       shards: how a mesh cuts B, E and F; None: there is no mesh.
+      num_chunks: of each exchange between devices that share experts.
+      by_kernel: whether products without a capacity are those of `kernels.experts_pallas`, which
+        give gradients of weights in the dtype of x.
     """
-    static = Static(activation, w_out.shape[0], capacity, shards)
+    static = Static(activation, w_out.shape[0], capacity, shards, num_chunks, by_kernel)
     run = local_experts if static.num_devices == 1 else _exchanged
     return run(static, x_BLD, choice_BLk, weight_BLk, w_in, w_out)
 
@@ -119,9 +128,11 @@ def _local_forward(
 
     def add_round(i: jax.Array, y_BLD: jax.Array) -> jax.Array:
         slot_BLk = _slots(static, routes, i, choice_BLk.shape)
-        x_RD, expert_R, weight_R = _sent(static, routes, slot_BLk, x_BLD, weight_BLk)
-        y_RD = _own_experts(static, x_RD, expert_R, weight_R, w_in, w_out)
-        return y_BLD + from_slots(_exchange(static, y_RD), slot_BLk)
+        come = _sent(static, routes, slot_BLk, x_BLD, weight_BLk)
+        y_RD = _joined(
+            static, [_exchange(static, _own_experts(static, *rows, w_in, w_out)) for rows in come]
+        )
+        return y_BLD + from_slots(y_RD, slot_BLk)
 
     start_BLD = jnp.zeros(x_BLD.shape, jnp.float32)
     y_BLD = _rounds(routes, add_round, start_BLD).astype(x_BLD.dtype)
@@ -139,21 +150,21 @@ def _local_backward(
 ) -> tuple:
     """Gradients of tokens, weights of choices and weights of experts; those with a dim N of 1."""
     routes = _routes(static, choice_BLk)
-    num_slots = static.num_devices * slots_of_each(choice_BLk.size, static.num_devices)
+    num_slots = static.num_devices * _slots_of_each(static, choice_BLk.size)
 
     def add_round(i: jax.Array, sums: tuple) -> tuple:
         slot_BLk = _slots(static, routes, i, choice_BLk.shape)
-        x_RD, expert_R, weight_R = _sent(static, routes, slot_BLk, x_BLD, weight_BLk)
-        dy_RD = _exchange(static, to_slots(dy_BLD, slot_BLk, num_slots))
-        of = lambda x, weight, *w: _own_experts(static, x, expert_R, weight, *w)
-        dx_RD, dweight_R, *dw = jax.vjp(of, x_RD, weight_R, w_in, w_out)[1](dy_RD)
-        dweight_R = _exchange(static, dweight_R)
-        new = (
-            from_slots(_exchange(static, dx_RD), slot_BLk),
-            jnp.take(dweight_R, slot_BLk, mode="fill", fill_value=0),
-            *dw,
-        )
-        return jax.tree.map(lambda total, own: total + own.astype(jnp.float32), sums, new)
+        come = _sent(static, routes, slot_BLk, x_BLD, weight_BLk)
+        dy_RD = _chunks(static, to_slots(dy_BLD, slot_BLk, num_slots))
+        dx_RD, dweight_R, dw = [], [], list(sums[2:])
+        for (x, expert, weight), dy in zip(come, dy_RD, strict=True):
+            of = lambda x, weight, *w, expert=expert: _own_experts(static, x, expert, weight, *w)
+            dx, dweight, *own = jax.vjp(of, x, weight, w_in, w_out)[1](_exchange(static, dy))
+            dx_RD.append(_exchange(static, dx))
+            dweight_R.append(_exchange(static, dweight))
+            dw = jax.tree.map(lambda total, own: total + own.astype(jnp.float32), dw, own)
+        dweight = jnp.take(_joined(static, dweight_R), slot_BLk, mode="fill", fill_value=0)
+        return sums[0] + from_slots(_joined(static, dx_RD), slot_BLk), sums[1] + dweight, *dw
 
     start = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.float32), (x_BLD, weight_BLk, w_in, w_out)
@@ -174,14 +185,14 @@ def _routes(static: Static, choice_BLk: jax.Array) -> _Routes:
         device_BLk = jnp.where(is_in, device_BLk, static.num_devices)
     device_N = device_BLk.reshape(-1)
     place_N, load_n = place_in_group(device_N, static.num_devices)
-    rounds = -(-load_n.max() // slots_of_each(choice_BLk.size, static.num_devices))
+    rounds = -(-load_n.max() // _slots_of_each(static, choice_BLk.size))
     num_rounds = jax.lax.pmax(rounds, static.axis)
     return _Routes(device_N, place_N, local_BLk.reshape(-1), num_rounds)
 
 
 def _slots(static: Static, routes: _Routes, i: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The slot of each choice in round i; behind the last one for choices of other rounds."""
-    each = slots_of_each(len(routes.device_N), static.num_devices)
+    each = _slots_of_each(static, len(routes.device_N))
     own_N = routes.place_N - i * each
     is_in = (own_N >= 0) & (own_N < each) & (routes.device_N < static.num_devices)
     slot_N = jnp.where(is_in, routes.device_N * each + own_N, static.num_devices * each)
@@ -202,19 +213,23 @@ def _rounds(routes: _Routes, add_round: Callable[[jax.Array, T], T], start: T) -
 
 def _sent(
     static: Static, routes: _Routes, slot_BLk: jax.Array, x_BLD: jax.Array, weight_BLk: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The rows that come to this device, their experts' numbers here, and their weights.
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """The rows of each chunk that come to this device, their experts' numbers here, their weights.
 
     An empty row has the number behind the last expert.
     """
     each = static.num_experts // static.num_devices
-    num_slots = static.num_devices * slots_of_each(slot_BLk.size, static.num_devices)
+    num_slots = static.num_devices * _slots_of_each(static, slot_BLk.size)
     # One exchange has both: numbers of experts are exact in float32.
     both_N2 = jnp.stack([routes.local_N.astype(jnp.float32), weight_BLk.reshape(-1)], -1)
     empty_R2 = jnp.tile(jnp.array([each, 0], jnp.float32), (num_slots, 1))
-    both_R2 = _exchange(static, empty_R2.at[slot_BLk.reshape(-1)].set(both_N2, mode="drop"))
-    x_RD = _exchange(static, to_slots(x_BLD, slot_BLk, num_slots))
-    return x_RD, both_R2[:, 0].astype(jnp.int32), both_R2[:, 1]
+    both_R2 = empty_R2.at[slot_BLk.reshape(-1)].set(both_N2, mode="drop")
+    x_RD = to_slots(x_BLD, slot_BLk, num_slots)
+    come = []
+    for chunks in zip(_chunks(static, both_R2), _chunks(static, x_RD), strict=True):
+        both, x = (_exchange(static, rows) for rows in chunks)
+        come.append((x, both[:, 0].astype(jnp.int32), both[:, 1]))
+    return come
 
 
 def _own_experts(
@@ -230,7 +245,7 @@ def _own_experts(
     A device that shares the width of experts has its part of a sum.
     """
     each = static.num_experts // static.num_devices
-    own = Static(static.activation, each, None, None)
+    own = Static(static.activation, each, None, None, by_kernel=static.by_kernel)
     column = lambda x_R: x_R[None, :, None]  # one sequence, of whose tokens each has one choice
     arrays = x_RD[None], column(expert_R), column(weight_R)
     return local_experts(own, *arrays, w_in, w_out)[0]
@@ -239,3 +254,24 @@ def _own_experts(
 def _exchange(static: Static, rows: jax.Array) -> jax.Array:
     """The rows that all devices have for this one, those of the first device first."""
     return jax.lax.all_to_all(rows, static.axis, 0, 0, tiled=True)
+
+
+def _slots_of_each(static: Static, num_choices: int) -> int:
+    each: int = slots_of_each(num_choices, static.num_devices, static.num_chunks)
+    return each
+
+
+def _chunks(static: Static, rows: jax.Array) -> list[jax.Array]:
+    """The rows of each chunk: the same part of the slots for every device."""
+    if static.num_chunks == 1:
+        return [rows]
+    of_each = rows.reshape(static.num_devices, static.num_chunks, -1, *rows.shape[1:])
+    return [of_each[:, i].reshape(-1, *rows.shape[1:]) for i in range(static.num_chunks)]
+
+
+def _joined(static: Static, chunks: list[jax.Array]) -> jax.Array:
+    """The rows of which these are the chunks."""
+    if static.num_chunks == 1:
+        return chunks[0]
+    of_each = [chunk.reshape(static.num_devices, -1, *chunk.shape[1:]) for chunk in chunks]
+    return jnp.concatenate(of_each, axis=1).reshape(-1, *chunks[0].shape[1:])

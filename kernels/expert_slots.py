@@ -6,12 +6,12 @@ from typing import Any
 SLOTS_PER_CHOICE = 1.25
 
 
-def slots_of_each(num_choices: Any, num_devices: Any) -> Any:
+def slots_of_each(num_choices: Any, num_devices: Any, num_chunks: int = 1) -> Any:
     """Slots of a device for the choices that go to each device, itself among them.
 
-    Integers, or arrays of them.
+    Integers, or arrays of them. They are as many in each chunk of an exchange.
 
-    >>> slots_of_each(64, 4), slots_of_each(2, 8)
-    (20, 1)
+    >>> slots_of_each(64, 4), slots_of_each(2, 8), slots_of_each(64, 4, 8)
+    (20, 1, 24)
     """
-    return -(-5 * num_choices // (4 * num_devices))
+    return num_chunks * -(-5 * num_choices // (4 * num_devices * num_chunks))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier as materialize
 
+from kernels import experts_pallas
 from kernels.attention.shards import Shards, on_shards
 from kernels.linear import ACTIVATIONS
 
@@ -125,6 +126,8 @@ class Static(NamedTuple):
     num_experts: int
     capacity: int | None  # slots of an expert for each sequence; None: dropless
     shards: Shards | None
+    num_chunks: int = 1  # of an exchange, where devices share experts
+    by_kernel: bool = False  # whether products without a capacity are `kernels.experts_pallas`'s
 
     @property
     def num_devices(self) -> int:
@@ -272,7 +275,8 @@ def _weight_gradient(
 def _slots(static: Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array, int]:
     """The slot of each choice, the expert of each block, and how many slots there are.
 
-    The slot of a choice that is left out lies behind the last one.
+    The slot of a choice that is left out lies behind the last one. A kernel has the choices of each
+    expert in the place of blocks.
     """
     (B, L, k), E = choice_BLk.shape, static.num_experts
     if static.capacity is not None:
@@ -284,6 +288,11 @@ def _slots(static: Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array,
     rows, count = block_rows(B * L * k, E), num_blocks(B * L * k, E)
     choice_N = choice_BLk.reshape(-1)
     place_N, load_E = place_in_group(choice_N, E)
+    if static.by_kernel:  # groups lie one behind the other
+        num_slots = B * L * k + -(B * L * k) % experts_pallas.ROWS
+        start_E = jnp.cumsum(load_E) - load_E
+        slot_N = jnp.where(choice_N < E, start_E[choice_N] + place_N, num_slots)
+        return slot_N.reshape(B, L, k), load_E, num_slots
     end_E = jnp.cumsum(-(-load_E // rows))  # blocks up to the end of each expert's
     start_E = end_E - -(-load_E // rows)
     slot_N = start_E[choice_N] * rows + place_N
@@ -354,6 +363,8 @@ def _products(
     static: Static, x_SD: jax.Array, w: jax.Array, expert_n: jax.Array, *, is_turned: bool = False
 ) -> jax.Array:
     """The product of each slot with the weight of its expert, or with its transpose; [S, ...]."""
+    if static.by_kernel and static.capacity is None:
+        return experts_pallas.group_products(x_SD, w, expert_n, is_turned=is_turned)
     x_nrD = x_SD.reshape(len(expert_n), -1, x_SD.shape[-1])
     if static.capacity is not None:
         how = "erf,edf->erd" if is_turned else "erd,edf->erf"
@@ -371,6 +382,8 @@ def _group_gradients(
     static: Static, x_SD: jax.Array, dy_SF: jax.Array, expert_n: jax.Array
 ) -> jax.Array:
     """The sum of x^T dy over the slots of each expert, float32 [E, D, F]."""
+    if static.by_kernel and static.capacity is None:
+        return experts_pallas.group_gradients(x_SD, dy_SF.astype(x_SD.dtype), expert_n)
     x_nrD, dy_nrF = (a.reshape(len(expert_n), -1, a.shape[-1]) for a in (x_SD, dy_SF))
     wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     if static.capacity is not None:

@@ -32,6 +32,7 @@ from holmesjax.optimizers.optimizer import State
 from holmesjax.plan.outer_rule import outer_step, owner_of
 from holmesjax.runtime import spikes
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, Outer, kept_leaves
+from holmesjax.runtime.expert_placement import with_places
 from holmesjax.runtime.weight_average import Average
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
@@ -86,7 +87,9 @@ def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]
     if island_states.written(checkpoint):
         whole = jax.eval_shape(optimizer.init, wide)
         _check_islands(checkpoint, ChunkState(params, whole, fixed))
-    return [_restore_state(checkpoint, chunk) for chunk in chunks]
+    bare = [dataclasses.replace(chunk, places_experts=False) for chunk in chunks]
+    states = [_restore_state(checkpoint, chunk) for chunk in bare]
+    return [with_places(*pair) for pair in zip(chunks, states, strict=True)]
 
 
 def _has_optimizer(checkpoint: Checkpoint) -> bool:

@@ -363,6 +363,8 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         found["model"]["lora"] = own
     if (fp8 := found["model"]["fp8"]) is not None:
         found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
+    if (experts := found["model"]["experts"]) is not None and experts["latent_width"] is None:
+        del experts["latent_width"]
     if (parallel := job.config.parallel).has_islands:
         outer = dataclasses.asdict(parallel.outer_rule)
         clusters = [[stage.cluster for stage in island.stages] for island in job.plan.islands]

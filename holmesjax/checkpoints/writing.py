@@ -21,13 +21,17 @@ from holmesjax.files import whole_files
 from holmesjax.layer_specs.model_layers import EMBED, layers
 from holmesjax.runtime import domain
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
+from holmesjax.runtime.expert_placement import without_places
 
 TIMEOUT_S = 1200  # of a save
 
 
 def owned(chunk: Chunk, state: ChunkState) -> Arrays:
-    """The arrays that a stage saves: all but a borrowed token table."""
-    arrays = flatten(state)
+    """The arrays that a stage saves: all but a borrowed token table, and tables of slots.
+
+    Experts are by number then (`ExpertPlacement.by_number`).
+    """
+    arrays = without_places(chunk, flatten(state))
     if chunk.borrows_table:
         arrays = {key: x for key, x in arrays.items() if f".{EMBED}." not in key}
     return {saved_name(chunk, key): x for key, x in arrays.items()}

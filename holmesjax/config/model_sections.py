@@ -161,6 +161,10 @@ class ExpertsConfig:
     count: Count = 8  # experts of a layer
     active: Count = 2  # experts that each token goes to
     width: Wide | None = None  # width inside an expert. None: mlp_width
+    # Numbers of a token that go to its experts and come back: one matrix of the layer takes a token
+    # down to them, and one takes the sum of its experts up again (arXiv:2503.23100). The router
+    # reads the whole token. None: width of the residual stream, without such matrices.
+    latent_width: Wide | None = None
     # Width inside a feed-forward that all tokens pass beside the experts. None: there is none.
     shared_width: Wide | None = None
     # Scores of experts: a softmax over all of them, or a sigmoid of each.

@@ -161,6 +161,9 @@ def sequences_with_capacity_are_whole(
 
 def experts_cut_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
     expert, where = parallel.expert or 1, "parallel.expert"
+    if parallel.expert_placement == "load" and model.experts is None:
+        fix = "leave it out"
+        yield wrong("parallel.expert_placement", "is for a model with experts", "load", fix)
     if expert == 1:
         return
     if model.experts is None:
@@ -179,6 +182,8 @@ def width_cuts_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
     if (latents := model.latent_attention) is not None:
         for name in ("rank", "query_rank"):
             widths[f"model.latent_attention.{name}"] = getattr(latents, name)
+    if model.experts is not None:
+        widths["model.experts.latent_width"] = model.experts.latent_width
     for where, width in widths.items():
         if width is not None and width % parts:
             names = " or ".join(f"parallel.{name}" for name in cuts)

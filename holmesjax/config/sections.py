@@ -75,6 +75,10 @@ class KernelsConfig:
     # the Pallas kernels on Hopper, or JAX's Triton kernels, if a check of them has passed, else
     # plain JAX. reference: plain JAX.
     attention: Literal["auto", "reference", "pallas", "triton", "cudnn"] = "auto"
+    # The implementation of products of experts without a capacity. xla: plain JAX, one block of
+    # rows after the other. pallas: JAX's kernels for Hopper, where a check of them has passed.
+    # auto: xla, until the kernels have been measured as faster.
+    experts: Literal["auto", "pallas", "xla"] = "auto"
     # Whether attention gives the same gradients from the same inputs, to the bit. cuDNN is then not
     # used, and attention is slower on Hopper.
     deterministic_attention: Flag = False
@@ -116,6 +120,11 @@ class ParallelConfig:
     # Devices that share the experts of a layer, and exchange tokens; they also cut sequences and
     # other parameters, as fsdp does.
     expert: Count | None = None
+    # The order in which devices that share experts have them. load: at the begin and after each
+    # checkpoint, so that the loads of the last step are as even as they can be. number: by number.
+    expert_placement: Literal["number", "load"] = "number"
+    # Chunks of an exchange of tokens, of which one travels while another one's experts compute.
+    expert_chunks: Count = 1
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # microbatches of a step
     schedule: Schedule | None = None  # order of forwards and backwards on each stage
@@ -270,6 +279,11 @@ class LogConfig:
     # Whether records have statistics by kind of layer: norms of gradients and parameters, and root
     # mean squares of the outputs of layers.
     statistics: Flag = False
+    # Steps after which a record has the choices of each expert since the record before that had
+    # them, and each expert without a choice, or with too many, raises an alarm. 0: never.
+    expert_loads_every: Natural = 100
+    # The load of an expert, over the mean load of its layer, above which there is an alarm.
+    expert_load_alarm: Positive = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

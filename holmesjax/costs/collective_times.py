@@ -28,6 +28,9 @@ from holmesjax.topology.machines import Collective, Link, Numbers
 # nic_ratio.csv), with NICs of 400 Gb/s.
 START_S = 34e-6
 
+# Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
+# Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
+OVERLAP_SLOWDOWN = 1.1256
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 

@@ -1,20 +1,23 @@
 """The bytes that devices which share experts send each other, and how unlike their loads are.
 
     k  choices of a token   E  experts   n  devices of `expert`   T  tokens of a device
-    D  model width   c  bytes of a number of the compute dtype
+    C  numbers of a token that go to an expert   c  bytes of a number of the compute dtype
 
 `kernels.expert_exchange` says what a round is.
 """
 
-from statistics import NormalDist
+import functools
+from collections.abc import Sequence
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
 
 from holmesjax.config import ExpertsConfig, ModelConfig
-from holmesjax.costs import collective_times
-from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs import collective_times, expert_placement
+from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN, Group, Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.layer_specs.experts import sent_width
 from holmesjax.layer_specs.kind import Kind
 from holmesjax.topology.machines import Numbers, Sizes
 from kernels.expert_slots import SLOTS_PER_CHOICE, slots_of_each
@@ -22,6 +25,7 @@ from kernels.expert_slots import SLOTS_PER_CHOICE, slots_of_each
 # Standard deviation of an expert's load, over the mean load. An assumption: no router of ours was
 # measured on data of its size.
 LOAD_VARIATION = 0.3
+DRAWS = 32  # of routers, where experts are placed
 
 
 def has_experts(kind: Kind) -> bool:
@@ -39,22 +43,44 @@ def choices(model: ModelConfig, kind: Kind) -> int:
     return model.experts.active if model.experts is not None and has_experts(kind) else 0
 
 
-def peak_load(experts: ExpertsConfig, num_devices: Sizes) -> Numbers:
+def peak_load(experts: ExpertsConfig, num_devices: Sizes, *, is_placed: bool = False) -> Numbers:
     """The load of the device with most, over the mean load, in the mean; 1 for one device.
 
     A device has E / n experts, whose loads vary by `LOAD_VARIATION`. The largest of n normal
-    numbers is taken to be at its (n - 3/8) / (n + 1/4) quantile (Blom, 1958).
+    numbers is taken to be at its (n - 3/8) / (n + 1/4) quantile (Blom, 1958). Where experts are
+    placed by their loads, these are taken to stay as they were.
 
-    >>> [round(float(peak_load(ExpertsConfig(count=128, active=8), n)), 3) for n in (1, 8, 128)]
+    >>> even = ExpertsConfig(count=128, active=8)
+    >>> [round(float(peak_load(even, n)), 3) for n in (1, 8, 128)]
     [1.0, 1.108, 1.775]
+    >>> [round(float(peak_load(even, n, is_placed=True)), 3) for n in (1, 8, 128)]
+    [1.0, 1.005, 1.763]
     """
-    return _peak_load(num_devices, experts.count)
+    return _peak_load(num_devices, experts.count, is_placed)
 
 
-def _one_peak_load(num_devices: int, count: int) -> float:
+def _one_peak_load(num_devices: int, count: int, is_placed: bool) -> float:
     if num_devices == 1:
         return 1.0
-    return 1.0 + _most_of(num_devices) * LOAD_VARIATION * (num_devices / count) ** 0.5
+    return 1.0 + _most_of(num_devices) * _variation(num_devices, count, is_placed)
+
+
+def _variation(num_devices: int, count: int, is_placed: bool) -> float:
+    """The standard deviation of the loads of devices over their mean."""
+    if is_placed:
+        return _placed_variation(int(num_devices), count, LOAD_VARIATION)
+    return LOAD_VARIATION * float((num_devices / count) ** 0.5)
+
+
+@functools.cache
+def _placed_variation(num_devices: int, count: int, variation: float) -> float:
+    """That with which the largest load is in the mean that of experts of drawn routers, placed."""
+    rng, peaks = np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        loads = np.maximum(rng.normal(1.0, variation, count), 0.0).tolist()
+        order = expert_placement.greedy(loads, num_devices)
+        peaks.append(expert_placement.peak(loads, order, num_devices))
+    return (fmean(peaks) - 1.0) / _most_of(num_devices)
 
 
 def _most_of(number: int) -> float:
@@ -65,7 +91,9 @@ def _most_of(number: int) -> float:
 _peak_load = np.vectorize(_one_peak_load, otypes=[float])
 
 
-def rounds(experts: ExpertsConfig, num_tokens: Sizes, num_devices: Sizes) -> Numbers:
+def rounds(
+    experts: ExpertsConfig, num_tokens: Sizes, num_devices: Sizes, *, is_placed: bool = False
+) -> Numbers:
     """The mean number of rounds of an exchange, over the loads that experts may have.
 
     A round is added for each time that the largest of n^2 loads, from each device to each, has the
@@ -76,14 +104,16 @@ def rounds(experts: ExpertsConfig, num_tokens: Sizes, num_devices: Sizes) -> Num
     >>> [round(float(rounds(even, 4096, n)), 2) for n in (1, 8, 32)]
     [1.0, 1.01, 1.97]
     """
-    return _rounds(num_devices, num_tokens, experts.count, experts.active)
+    return _rounds(num_devices, num_tokens, experts.count, experts.active, is_placed)
 
 
-def _one_rounds(num_devices: int, num_tokens: int, count: int, active: int) -> float:
+def _one_rounds(
+    num_devices: int, num_tokens: int, count: int, active: int, is_placed: bool
+) -> float:
     if num_devices == 1:
         return 1.0
     few = _most_of(num_devices) * (num_devices / (num_tokens * active)) ** 0.5
-    load = NormalDist(1.0 + few, LOAD_VARIATION * (num_devices / count) ** 0.5)
+    load = NormalDist(1.0 + few, _variation(num_devices, count, is_placed))
     within = (load.cdf(SLOTS_PER_CHOICE * i) ** num_devices for i in range(1, num_devices))
     return 1.0 + sum(1.0 - share for share in within)
 
@@ -96,25 +126,57 @@ def exchanged_bytes(
 ) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
     """Bytes of each array that a device exchanges in a round of a layer: forward, backward.
 
-    There are n slots_of_each(k T, n) rows, of which one n-th stays on the device. A forward sends
-    the experts' numbers and weights, tokens, and results. A backward sends the first two again,
-    gradients of results and of tokens, and those of weights.
+    There are n slots_of_each(k T, n, chunks) rows, of which one n-th stays on the device. A forward
+    sends the experts' numbers and weights, tokens, and results. A backward sends the first two
+    again, gradients of results and of tokens, and those of weights.
     """
     experts = model.experts
     assert experts is not None, "a model with experts has settings of them"
     num_tokens: Any = stage_tokens(model, stage)
-    rows = stage.expert * slots_of_each(experts.active * num_tokens, stage.expert)
-    tokens = 1.0 * DTYPE_BYTES[stage.dtype] * model.width * rows
+    shared = experts.active * num_tokens, stage.expert, stage.expert_chunks
+    rows = stage.expert * slots_of_each(*shared)
+    tokens = 1.0 * DTYPE_BYTES[stage.dtype] * sent_width(model) * rows
     return (8.0 * rows, tokens, tokens), (8.0 * rows, tokens, tokens, tokens, 4.0 * rows)
 
 
-def exchange_s(
-    model: ModelConfig, stage: StageShape, expert: Group | Groups | None
-) -> tuple[Numbers, Numbers]:
-    """Seconds of a microbatch for exchanges of tokens over `expert`: forward, backward.
+def round_s(sent_s: Numbers, products_s: Numbers, back_s: Numbers, num_chunks: int) -> Numbers:
+    """Seconds of a round, of whose chunks each is sent, multiplied, and sent back.
 
-    None of them is taken to be hidden. With `full` checkpointing the exchange of a forward runs
-    again where a norm reads the results of experts.
+    The links carry one chunk at a time, and the products are of one at a time. All chunks are sent
+    first, and come back as their products are ready: no order takes less.
+
+    >>> [float(round_s(1.0, 2.0, 1.0, 1)), float(round_s(0.5, 1.0, 0.5, 2))]
+    [4.0, 3.0]
+
+    Args:
+      sent_s, products_s, back_s: of one chunk.
+      num_chunks: of a round.
+    """
+    ready_s: Numbers = 0.0
+    end_s: Numbers = num_chunks * sent_s
+    for i in range(1, num_chunks + 1):
+        ready_s = np.maximum(ready_s, i * sent_s) + products_s
+        end_s = np.maximum(end_s, ready_s) + back_s
+    return end_s
+
+
+def exchange_s(
+    model: ModelConfig,
+    stage: StageShape,
+    expert: Group | Groups | None,
+    experts_s: Sequence[Numbers] = (0.0, 0.0),
+) -> tuple[Numbers, Numbers]:
+    """Seconds that exchanges of tokens over `expert` add to a microbatch: forward, backward.
+
+    They may hide behind the products of experts, whose kernels they slow, where they have several
+    chunks. With `full` checkpointing the exchange of a forward runs again where something reads the
+    results of experts.
+
+    Args:
+      model: the model's settings.
+      stage: the shape of the stage.
+      expert: the slowest group of devices that share experts.
+      experts_s: of the products of experts in all layers, forward and backward.
     """
     of_policies = [item for item in stage.policies(model) if has_experts(item[1])]
     if not of_policies or model.experts is None:
@@ -125,9 +187,20 @@ def exchange_s(
         for count, kind, policy in of_policies
         if policy == "full" and kind.exchange is not None and kind.exchange.is_read
     )
-    number = rounds(model.experts, stage_tokens(model, stage), stage.expert)
-    forward_s, backward_s = (
-        number * sum(collective_times.all_to_all_s(size, expert) for size in sizes)
-        for sizes in exchanged_bytes(model, stage)
-    )
+    of_stage = stage_tokens(model, stage), stage.expert
+    number = rounds(model.experts, *of_stage, is_placed=stage.places_experts)
+    chunks, added = stage.expert_chunks, []
+    for sizes, num_sent, products_s in zip(
+        exchanged_bytes(model, stage), (2, 3), experts_s, strict=True
+    ):
+        each_s = [collective_times.all_to_all_s(size / chunks, expert) for size in sizes]
+        sent_s, back_s = sum(each_s[:num_sent]), sum(each_s[num_sent:])
+        own_s = np.divide(products_s, count * number)  # of a round of a layer
+        hidden_s: Numbers = 0.0
+        if chunks > 1:
+            in_turn_s = chunks * (sent_s + back_s) + own_s
+            hidden_s = in_turn_s - round_s(sent_s, own_s / chunks, back_s, chunks)
+        exposed_s = chunks * (sent_s + back_s) - hidden_s
+        added.append(number * (exposed_s + (OVERLAP_SLOWDOWN - 1) * hidden_s))
+    forward_s, backward_s = added
     return count * forward_s, count * backward_s + again * forward_s

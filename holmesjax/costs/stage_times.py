@@ -14,7 +14,7 @@ import numpy as np
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import collective_times, work
 from holmesjax.costs.attention import AskedAttention, attention_s, choice_of
-from holmesjax.costs.collective_times import Group, Groups
+from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN, Group, Groups
 from holmesjax.costs.expert_exchange import exchange_s, has_experts, peak_load
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import hidden_matrices, updated_bytes
@@ -54,10 +54,6 @@ BACKWARD_NUMBERS = 1.3
 # The share of the forward in the least seconds of a layer: the same as in its products.
 FORWARD_SHARE = 1 / 3
 
-
-# Time of kernels that overlap with collectives, to that of the same kernels alone: measured by
-# Galvatron (PKU-DAIR/Hetu-Galvatron@cea12ff, overlap_coefficient.json).
-OVERLAP_SLOWDOWN = 1.1256
 
 # The fields of a `StageShape` that a search changes, and that decide the costs of a layer.
 CUTS = ("sequences", "tensor", "context", "expert", "sequence_parallel")
@@ -128,6 +124,7 @@ class _LayerShape(NamedTuple):
     tensor: int
     context: int
     expert: int
+    places_experts: bool
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
@@ -148,6 +145,9 @@ class _LayerSeconds(NamedTuple):
     # Of the backward: the products that make the gradients of weights, as far as they can be put
     # off. Those of experts that devices share cannot.
     weight_s: float
+    # Of both: products of experts that devices share, behind which exchanges may be hidden.
+    experts_forward_s: float
+    experts_backward_s: float
 
 
 class _SecondsByStage(NamedTuple):
@@ -156,6 +156,8 @@ class _SecondsByStage(NamedTuple):
     forward_s: Numbers
     backward_s: Numbers
     weight_s: Numbers
+    experts_forward_s: Numbers
+    experts_backward_s: Numbers
 
 
 def _layer_seconds(
@@ -168,7 +170,9 @@ def _layer_seconds(
     kind, length = kinds(model).blocks[number], model.context_length
     num_tokens = stage.sequences * length // stage.context
     experts = model.experts if has_experts(kind) else None
-    peak = float(peak_load(experts, stage.expert)) if experts else 1.0
+    peak = 1.0
+    if experts is not None:
+        peak = float(peak_load(experts, stage.expert, is_placed=stage.places_experts))
     cuts_of = stage.tensor, stage.expert, peak
     products = layer_products(kind, num_tokens, *cuts_of)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
@@ -195,10 +199,14 @@ def _layer_seconds(
     backward_s += pass_s.backward
     backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
     calls = 2
+    experts_forward_s = experts_backward_s = 0.0
     if exchange is not None:
         of_experts = experts_products(kind, products)
         put_off = [product.gradients[1] for product in of_experts]
         weight_s -= device.products_s(put_off, stage.dtype)
+        gradients = [gradient for product in of_experts for gradient in product.gradients]
+        experts_forward_s = device.products_s(of_experts, stage.dtype)
+        experts_backward_s = device.products_s([*of_experts[:-1], *gradients], stage.dtype)
         again = exchange.again.whole + exchange.again.cut / stage.tensor
         backward_s += device.products_s(of_experts[:-1], stage.dtype)
         backward_s += float(device.between_s(num_tokens * again * DTYPE_BYTES[stage.dtype]))
@@ -217,6 +225,8 @@ def _layer_seconds(
         forward_s=max(forward_s, implementation.layer_call_s),
         backward_s=max(backward_s, calls * implementation.layer_call_s),
         weight_s=weight_s,
+        experts_forward_s=experts_forward_s,
+        experts_backward_s=experts_backward_s,
     )
 
 
@@ -295,8 +305,7 @@ def _seconds_by_stage(
         return _SecondsByStage(*of(tuple(getattr(stage, name) for name in CUTS)))
     cuts = np.stack(np.broadcast_arrays(*(getattr(stage, name) for name in CUTS)))
     found = [of(cut) for cut in map(tuple, cuts.reshape(len(CUTS), -1).T.tolist())]
-    forward_s, backward_s, weight_s = np.reshape(np.transpose(found), (3, *cuts.shape[1:]))
-    return _SecondsByStage(forward_s, backward_s, weight_s)
+    return _SecondsByStage(*np.reshape(np.transpose(found), (-1, *cuts.shape[1:])))
 
 
 @cached(1_000)
@@ -339,13 +348,18 @@ def _end_s(
 
 def _compute_s(
     model: ModelConfig, stage: StageShape, device: DeviceKind, implementation: Implementation
-) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Seconds on one kind of device: forward, backward, its weight gradients, update."""
+) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Seconds on one kind of device: forward, backward, its weight gradients, update.
+
+    The last two are of products of experts that devices share: forward, backward.
+    """
     num_tokens = stage_tokens(model, stage)
     _, trained = held_parameters(model, stage)
     forward_s: Numbers = 0.0
     backward_s: Numbers = 0.0
     weight_s: Numbers = 0.0
+    experts_forward_s: Numbers = 0.0
+    experts_backward_s: Numbers = 0.0
     for number, (total, again) in enumerate(zip(stage.blocks, stage.again, strict=True)):
         of_policies: tuple[tuple[int, Checkpointing], ...] = (
             (again, stage.checkpointing),
@@ -357,6 +371,8 @@ def _compute_s(
                 forward_s += count * layer.forward_s
                 backward_s += count * layer.backward_s
                 weight_s += count * layer.weight_s
+                experts_forward_s += count * layer.experts_forward_s
+                experts_backward_s += count * layer.experts_backward_s
     ends = [kind for _, kind in stage.kinds(model) if kind.place != "middle"]
     ends_s = [_end_s(model, kind, stage, device) for kind in ends]
     head_s = [sum(end_s[i] for end_s in ends_s) for i in range(3)]
@@ -377,6 +393,8 @@ def _compute_s(
         backward_s + head_s[1] + head_s[2] + 2 * trained_rows_s + added_s + loss_s,
         weight_s + head_s[2] + 2 * trained_rows_s + added_s,
         device.memory_s(updated_bytes(model, stage)) + _muon_s(model, stage, device),
+        experts_forward_s,
+        experts_backward_s,
     )
 
 
@@ -527,7 +545,7 @@ def stage_times(
       expert: as `data`.
     """
     of_kinds = [_compute_s(model, stage, device, implementation) for device in devices]
-    forward_s, backward_s, weight_s, update_s = (
+    forward_s, backward_s, weight_s, update_s, *experts_s = (
         reduce(np.maximum, seconds_of_kinds) for seconds_of_kinds in zip(*of_kinds, strict=True)
     )
     _, trained = held_parameters(model, stage)
@@ -538,7 +556,7 @@ def stage_times(
         forward_tensor_s = exposed_s(forward_tensor_s, forward_s, stage.tensor)
         backward_tensor_s = exposed_s(backward_tensor_s, backward_s, stage.tensor)
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, (fsdp, context, expert), implementation)
-    forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert)
+    forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert, experts_s)
     forward_context_s, backward_context_s = _context_s(model, stage, context)
     reduce_s = _reduce_s(model, stage, devices, trained, data, implementation)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)

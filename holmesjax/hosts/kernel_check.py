@@ -32,6 +32,7 @@ from holmesjax.files import json_text
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.computing import installed
 from holmesjax.layer_specs.distinct_kinds import kinds
+from holmesjax.layer_specs.experts import expert_width, sent_width
 from kernels.attention.choice import CHECKED, Device, Needs, to_check
 
 if TYPE_CHECKING:  # a launcher looks at no hardware
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # a launcher looks at no hardware
 CHECK = "kernels.attention.check"
 LIMIT_S = 120.0  # for a case, and for the start of JAX before the first
 CASES_OF_UPDATE = 7  # of `kernels.adamw_check`
+CASES_OF_EXPERTS = 5  # of `kernels.experts_check`
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
 # A check that did not end is repeated by a start so much later: the machine may have been busy. All
 # processes of one start find the same verdict.
@@ -104,13 +106,22 @@ def asked_of_update(config: Config) -> dict[str, Any]:
     return {"kernels": "pallas", "layers": [], "moments": config.optimizer.moments}
 
 
+def asked_of_experts(config: Config, tensor: int) -> dict[str, Any]:
+    """The needs of a run with kernels for its experts, on a stage with such a `tensor`."""
+    model = config.model
+    widths = {"width": sent_width(model), "inner": expert_width(model) // tensor}
+    own = {**widths, "dtype": config.train.compute_dtype}
+    return {"kernels": "pallas", "layers": [], "experts": own}
+
+
 def longest_s(asked: Mapping[str, Any], limit_s: float = LIMIT_S) -> float:
     """Seconds in which a check has ended: its start, two cases for each layer, and a large one.
 
-    The kernel of AdamW's step has some more.
+    The kernels of AdamW's step and of experts have some more.
     """
     of_update = CASES_OF_UPDATE if "moments" in asked else 0
-    return (1 + 2 * len(asked["layers"]) + 1 + of_update) * limit_s
+    of_experts = CASES_OF_EXPERTS if "experts" in asked else 0
+    return (1 + 2 * len(asked["layers"]) + 1 + of_update + of_experts) * limit_s
 
 
 def checks(asked: Mapping[str, Any], gpus: "Sequence[Gpu]") -> list[dict[str, Any]]:
@@ -327,6 +338,7 @@ def source_digest() -> str:
     digest = hashlib.sha256()
     folder = Path(found.submodule_search_locations[0])
     paths = [*folder.glob("attention/*.py"), *folder.glob("adamw*.py"), folder / "moments.py"]
+    paths += folder.glob("experts_*.py")
     for path in sorted(paths):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,6 +1,7 @@
 """A block whose feed-forward is experts, of which each token passes some (mixture of experts).
 
-E  experts of a layer; other dims are those of `transformer`
+E  experts of a layer   C  width of what goes to them; other dims are those of `transformer`. In
+the weights of experts and in all that cuts them, the latents of `latent_width` have the letter D.
 """
 
 from dataclasses import replace
@@ -24,6 +25,7 @@ ROUTER = "router/weight_DE"
 COUNT = "router/count_E"  # choices of each expert in the step before, of the whole global batch
 STEPS = "router/steps_E"  # by which biases have gone up, less those by which they have gone down
 BIAS = "router/bias_E"  # that an imported model has, which no step changes
+PLACE = "router/place_E"  # the slot of each expert, in a run that places them by their loads
 # Slots of a token's choices over the choices, where none is left out (`kernels.experts`).
 SLOTS_PER_CHOICE = 1.25
 
@@ -32,6 +34,19 @@ def expert_width(model: ModelConfig) -> int:
     """Width inside an expert."""
     assert model.experts is not None, "the model has experts"
     return model.experts.width or model.feed_forward_width
+
+
+def sent_width(model: ModelConfig) -> int:
+    """Numbers of a token that go to an expert, and come back."""
+    assert model.experts is not None, "the model has experts"
+    return model.experts.latent_width or model.width
+
+
+def place_parameter(model: ModelConfig) -> Parameter:
+    """The table of slots, which a run has and no checkpoint; float32, as all that steps change."""
+    assert model.experts is not None, "the model has experts"
+    shape = (model.experts.count,)
+    return Parameter(name=PLACE, shape=shape, initial=Constant(0.0), trains=False, changes=True)
 
 
 def num_expert_blocks(model: ModelConfig) -> int:
@@ -53,14 +68,15 @@ def expert_block(model: ModelConfig) -> Kind:
     shared = experts.shared_width
     whole = transformer.block_spec(replace(model, mlp_width=shared or 1))
     d, f, gates = model.width, expert_width(model), 2 if model.is_gated else 1
+    c, has_latents = sent_width(model), experts.latent_width is not None
     rows = experts.active * SLOTS_PER_CHOICE  # that an exchange sends
     slots = experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE)
-    ds, fs, dr = round(d * slots), round(f * slots), round(d * rows)
+    cs, fs, cr = round(c * slots), round(f * slots), round(c * rows)
     fr = round(f * rows * SLOTS_PER_CHOICE)  # in the slots of the rows that come
     parameters = [stated for stated in whole.parameters if shared or not _is_of_mlp(stated)]
     products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
-    is_normed = model.norms in ("after", "both")
+    is_read = model.norms in ("after", "both") or has_latents  # the results of experts
     return replace(
         whole,
         name=EXPERT_BLOCK,
@@ -69,38 +85,52 @@ def expert_block(model: ModelConfig) -> Kind:
         products=(
             *products,
             WeightProduct(d, experts.count, "none", weights=(ROUTER,), dtype="float32"),
+            *([WeightProduct(d, c, "none", weights=("narrow_DC",))] if has_latents else []),
             *(
-                WeightProduct(d, f, "columns", times=experts.count, weight=name)
+                WeightProduct(c, f, "columns", times=experts.count, weight=name)
                 for name in _names_in(model)
             ),
-            WeightProduct(f, d, "depth", times=experts.count, weight="down_EFD"),
+            WeightProduct(f, c, "depth", times=experts.count, weight="down_EFD"),
+            *([WeightProduct(c, d, "none", weights=("widen_CD",))] if has_latents else []),
         ),
         moved=PerToken(
-            whole.moved.whole + 4 * ds + 12 * experts.count,
+            whole.moved.whole + 4 * cs + 12 * experts.count,
             whole.moved.cut + (gates + 1) * fs,
         ),
         kept=Kept(
             input=PerToken(kept.input.whole + 2 * experts.active),
-            products=PerToken(kept.products.whole, kept.products.cut + gates * fs),
+            # Latents, and the sum of a token's experts: two products' gradients read them.
+            products=PerToken(
+                kept.products.whole + 2 * c * has_latents, kept.products.cut + gates * fs
+            ),
             between=PerToken(kept.between.whole + 8 * experts.count, kept.between.cut),
             activation=PerToken(0, kept.activation.cut + fs),
-            summed=PerToken(d if shared and is_normed else 0),
+            summed=PerToken(d if shared and model.norms in ("after", "both") else 0),
         ),
-        needed=PerToken(whole.needed.whole + 2 * ds, whole.needed.cut + (gates + 1) * fs),
-        collectives=(*whole.collectives, *_collectives(model)),
+        needed=PerToken(whole.needed.whole + 2 * cs, whole.needed.cut + (gates + 1) * fs),
+        collectives=(*_of_width(whole.collectives, c), *_collectives(model)),
         exchange=Exchange(
-            moved=PerToken(4 * dr),
-            again=PerToken(2 * (dr + ds), (gates + 1) * fs),
-            unread=NONE if is_normed else PerToken(4 * (ds + dr), (gates + 1) * fs),
+            moved=PerToken(4 * cr),
+            again=PerToken(2 * (cr + cs), (gates + 1) * fs),
+            unread=NONE if is_read else PerToken(4 * (cs + cr), (gates + 1) * fs),
             kept=PerToken(0, gates * fs),
-            needed=PerToken(3 * dr + 2 * d, (2 * gates + 1) * fr - (gates + 1) * fs),
-            is_read=is_normed,
+            needed=PerToken(3 * cr + 2 * c, (2 * gates + 1) * fr - (gates + 1) * fs),
+            is_read=is_read,
         ),
         losses=_losses(experts),
         metrics=("expert_peak_load", "idle_experts"),
         change="holmesjax.models.experts:changed",
         cuts_sequences=False,
     )
+
+
+def _of_width(collectives: tuple[LayerCollective, ...], c: int) -> list[LayerCollective]:
+    """Those of a block, where the sums of the feed-forward have the width of what experts get."""
+    both, *others = collectives
+    if c == both.numbers:
+        return [both, *others]
+    once = replace(both, forward=1, backward=1)
+    return [once, replace(once, numbers=c), *others]
 
 
 def _is_of_mlp(parameter: Parameter) -> bool:
@@ -115,20 +145,26 @@ def _names_in(model: ModelConfig) -> tuple[str, ...]:
 def _parameters(model: ModelConfig, share: float) -> list[Parameter]:
     experts = model.experts
     assert experts is not None
-    d, f, e = model.width, expert_width(model), experts.count
+    d, f, e, c = model.width, expert_width(model), experts.count, sent_width(model)
     added_std = transformer.INIT_STD * (2 * model.num_layers) ** -0.5
 
     def matrix(name: str, *shape: int, std: float = transformer.INIT_STD) -> Parameter:
-        own = share if name != ROUTER else 1.0
+        own = share if len(shape) == 3 else 1.0
         return Parameter(name=name, shape=shape, initial=Normal(std), decays=True, active_share=own)
+
+    has_latents = experts.latent_width is not None
+    # The last matrix of a layer adds to the residual stream.
+    stds = (transformer.INIT_STD, added_std) if has_latents else (added_std,)
 
     def changing(name: str) -> Parameter:
         return Parameter(name=name, shape=(e,), initial=Constant(0.0), trains=False, changes=True)
 
     return [
         matrix(ROUTER, d, e),
-        *(matrix(name, e, d, f) for name in _names_in(model)),
-        matrix("down_EFD", e, f, d, std=added_std),
+        *([replace(matrix("narrow_DC", d, c), matrix=1)] if has_latents else []),
+        *(matrix(name, e, c, f) for name in _names_in(model)),
+        matrix("down_EFD", e, f, c, std=stds[0]),
+        *([replace(matrix("widen_CD", c, d, std=added_std), matrix=1)] if has_latents else []),
         *([changing(STEPS)] if experts.bias_rate else []),
         *([changing(BIAS)] if experts.biased else []),
         changing(COUNT),

@@ -15,6 +15,7 @@ from holmesjax.layer_specs.experts import BIAS, COUNT, STEPS, num_expert_blocks
 from holmesjax.models import ops
 from holmesjax.models.layer import Auxiliary, Context, Params
 from holmesjax.models.transformer import attention, feed_forward, norm
+from holmesjax.plan.plan import Axis
 
 
 def expert_block(params: Params, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
@@ -69,20 +70,42 @@ def experts(
     if settings.normalized and settings.active > 1:
         weight_BLk = weight_BLk / (weight_BLk.sum(-1, keepdims=True) + 1e-20)
     names = ("gate_EDF", "up_EDF") if "gate_EDF" in params else ("up_EDF",)
+    is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
+    place_BLk = choice_BLk
+    if (place_E := router.get("place_E")) is not None:  # a sum, as that of `ops.chosen`
+        place_BLk = jnp.sum(jnp.where(is_chosen, place_E, 0), -1).astype(jnp.int32)
+    if "narrow_DC" in params:
+        h_BLD = ops.linear(h_BLD, params["narrow_DC"])
     y_BLD = ops.experts_feed_forward(
         context.model.activation,
         h_BLD,
-        choice_BLk,
+        place_BLk,
         settings.scale * weight_BLk,
         tuple(params[name] for name in names),
         params["down_EFD"],
         capacity=capacity,
         shards=kernels.shards,
+        num_chunks=kernels.expert_chunks,
+        by_kernel=_by_kernel(h_BLD, params["up_EDF"], context),
     )
     y_BLD = checkpoint_name(y_BLD, ops.RESULTS)
-    is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
+    if "widen_CD" in params:
+        y_BLD = ops.linear(y_BLD, params["widen_CD"])
     count_E = jnp.sum(is_chosen, (0, 1, 2), dtype=jnp.float32)
     return y_BLD, _auxiliary(logits_BLE, scores_BLE, count_E, router["count_E"], context)
+
+
+def _by_kernel(x_BLD: jax.Array, w_EDF: jax.Array, context: Context) -> bool:
+    """Whether kernels multiply. Raises ConfigError where they are asked for and cannot."""
+    kernels = context.kernels
+    if kernels.config.experts != "pallas":
+        return False
+    inner = w_EDF.shape[2] // kernels.size(Axis.TENSOR)
+    reason = ops.unsupported_experts(kernels.device, x_BLD.dtype, x_BLD.shape[-1], inner)
+    if reason is not None:
+        problem = "asks for kernels that cannot multiply here"
+        raise ConfigError("kernels.experts", problem, found=reason, fix="use auto or xla")
+    return True
 
 
 def _scores(logits_BLE: jax.Array, settings: ExpertsConfig) -> jax.Array:

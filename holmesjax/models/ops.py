@@ -42,6 +42,7 @@ from kernels.attention.choice import (
     Needs,
     UnsupportedError,
     choose,
+    is_hopper,
 )
 from kernels.attention.cudnn import PRIMITIVE as CUDNN_PRIMITIVE, attention_cudnn
 from kernels.attention.installed import missing
@@ -53,6 +54,7 @@ from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
 from kernels.expert_exchange import experts_feed_forward
 from kernels.experts import RESULTS, ROUTES, capacity_rows, chosen, largest, router_logits
+from kernels.experts_pallas import unsupported as unsupported_by_kernel
 from kernels.fp8 import (
     Coded,
     coded,
@@ -165,6 +167,7 @@ class Kernels:
     # Whether `tensor` cuts sequences between products, for the kinds that state that they can.
     sequence_parallel: bool = False
     logit_bytes: int = LOGIT_BYTES  # of the float32 logits of a chunk of the loss
+    expert_chunks: int = 1  # of an exchange between devices that share experts
 
     @property
     def device(self) -> jax.Device:
@@ -574,3 +577,10 @@ def cached_attention(
     weights = jax.nn.softmax(jnp.where(seen_BLT[:, None, None], scores, MASKED))
     out = multiply("bghlt,btgk->blghk", weights.astype(value_BTGK.dtype), value_BTGK)
     return out.reshape(B, L, H, K).astype(value_BTGK.dtype)
+
+
+def unsupported_experts(device: Any, dtype: Any, *widths: int) -> str | None:
+    """Why a device's kernels cannot multiply experts of these widths; None if they can."""
+    if not is_hopper(device):
+        return f"{device.device_kind} devices: supported are NVIDIA Hopper GPUs"
+    return unsupported_by_kernel(dtype, *widths)

@@ -12,7 +12,10 @@ from holmesjax.plan.plan import Axis, Plan
 from holmesjax.units import show
 
 # Settings that say what a run does, and no choices of the planner's.
-NO_PINS = ("across", "islands", "every", "outer", "fragments", "delay", "blend")
+NO_PINS = (
+    *("across", "islands", "every", "outer", "fragments", "delay", "blend"),
+    *("expert_placement", "expert_chunks"),
+)
 LEAST_SHARE = 0.0005  # of a step, to be worth a word
 WIDTH = 110  # of a line
 

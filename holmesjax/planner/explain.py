@@ -19,6 +19,7 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
@@ -62,6 +63,7 @@ NUDGE = 0.99  # how fast a thing is made, of what it is, to see what the step lo
 LEAST_SHARE = 0.005  # of a step, to be named
 UPGRADE = 2.0  # how much faster a network is made
 NUM_SHUFFLES = 9  # of the nodes
+CHUNKS = (1, 2, 4, 8)  # of an exchange of tokens
 ENOUGH_MEMORY = 1e6  # times what there is: no limit
 
 
@@ -285,6 +287,13 @@ def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alter
     if len(problem.topology.nodes) > 1:
         say("a random order")
         yield _shuffled(problem, chosen)
+    if any(slot.mesh.expert > 1 for slot in chosen.assignment.slots):
+        say("experts placed otherwise")
+        yield _with_setting(problem, chosen, "expert_placement", _other_placement(problem))
+        for chunks in CHUNKS:
+            if chunks != problem.config.parallel.expert_chunks:
+                say(f"exchanges in {chunks} chunks")
+                yield _with_setting(problem, chosen, "expert_chunks", chunks)
 
 
 def _alternative(
@@ -352,6 +361,25 @@ def _shuffled(problem: Problem, chosen: Candidate) -> Alternative:
             pools.append(replace(everything, devices=share))
         steps_s.append(_step_s(problem.on(topology, pools), replace(chosen, assignment=assignment)))
     return _alternative("the same on nodes in a random order", statistics.median(steps_s))
+
+
+def _other_placement(problem: Problem) -> str:
+    return "number" if problem.config.parallel.expert_placement == "load" else "load"
+
+
+def _with_setting(problem: Problem, chosen: Candidate, name: str, value: Any) -> Alternative:
+    """The same stages with another setting of `parallel` that is no choice of the planner's."""
+    config = problem.config
+    config = replace(config, parallel=replace(config.parallel, **{name: value}))
+    changed = Problem(
+        config=config,
+        topology=problem.topology,
+        pools=problem.pools,
+        stage_costs=StageCosts(config),
+        usable_memory=problem.usable_memory,
+    )
+    what = f"parallel.{name}={value}"
+    return _alternative(what, _step_s(changed, chosen), problem, chosen)
 
 
 # ---- other machines ------------------------------------------------------------------------------

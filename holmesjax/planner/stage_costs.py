@@ -14,6 +14,7 @@ from holmesjax.costs.expert_exchange import choices, expert_numbers
 from holmesjax.costs.stage_shape import DTYPE_BYTES, LOGIT_BYTES, StageShape
 from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
 from holmesjax.layer_specs import distinct_kinds
+from holmesjax.layer_specs.experts import sent_width
 from holmesjax.plan.plan import Axis
 from holmesjax.planner.layer_ranges import Counts, LayerRanges
 from holmesjax.planner.mesh_order import (
@@ -185,7 +186,8 @@ class StageCosts:
         num_experts = sum(n * expert_numbers(kind, mesh.tensor) for n, kind in own)
         dense = width * (num_parameters - num_experts) * num_gathers
         exchanged = 5 * width * num_tokens * sum(n * choices(model, kind) for n, kind in own)
-        exchanged = exchanged * model.width / mesh.context
+        if model.experts is not None:
+            exchanged = exchanged * sent_width(model) / mesh.context
         return {
             Axis.DATA: sent(mesh.data) * (4 + width) * num_parameters / parts,
             Axis.FSDP: sent(mesh.fsdp) * gathered / (mesh.context * mesh.expert),
@@ -225,6 +227,8 @@ class StageCosts:
             fsdp=mesh.fsdp,
             context=mesh.context,
             expert=mesh.expert,
+            places_experts=self._config.parallel.expert_placement == "load",
+            expert_chunks=self._config.parallel.expert_chunks,
             sequences=train.global_batch // (settings.microbatches * mesh.batch_shards),
             chunks=in_flight.chunks,
             in_flight=in_flight.all,

@@ -164,6 +164,19 @@ def validation_losses(record: Mapping[str, Any]) -> str:
     return f"val loss {record['val_loss']:.3f}" + (f" ({', '.join(named)})" if named else "")
 
 
+def placement_line(peaks: Mapping[str, Sequence[float]]) -> str:
+    """The means over layers of the load of the fullest device, as experts were placed.
+
+    >>> placement_line({"block_001": [1.5, 1.0], "block_003": [1.3, 1.1]})
+    'experts placed by load: the fullest device has 1.05 times the mean, 1.40 by number (2 layers)'
+    """
+    by_number, placed = (sum(pair) / len(peaks) for pair in zip(*peaks.values(), strict=True))
+    return (
+        f"experts placed by load: the fullest device has {placed:.2f} times the mean, "
+        f"{by_number:.2f} by number ({len(peaks)} layer{'s' if len(peaks) != 1 else ''})"
+    )
+
+
 def _place(record: Mapping[str, Any], total_steps: int) -> str:
     width = len(str(total_steps))
     return f"step {record['step']:>{width}}/{total_steps}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, NullFormatter
@@ -244,6 +244,30 @@ def link_traffic(records: History | Sequence[Record]) -> Figure:
         figure.legend(handles, labels, loc="outside lower left", **LEGEND, ncols=4)
     else:
         per_step.text(0.5, 0.5, "one stage: no links", transform=per_step.transAxes, ha="center")
+    return figure
+
+
+def expert_loads(loads: Mapping[str, Sequence[float]]) -> Figure:
+    """The load of each expert (column) of each layer (row), over the mean; 0 is marked."""
+    choices = np.array(list(loads.values()), float)
+    load = choices / np.maximum(choices.mean(1, keepdims=True), 1e-30)
+    figure, axes = _figure(height_in=min(1.1 + 0.28 * len(load), 9.0))
+    shade = LinearSegmentedColormap.from_list("loads", [PAPER, SKY, BLUE])
+    edges = np.arange(load.shape[1] + 1) - 0.5, np.arange(load.shape[0] + 1) - 0.5
+    norm = Normalize(0.0, max(2.0, float(load.max())))
+    # One image, however many experts there are: a shape for each would make a huge page.
+    image = axes.imshow(load, cmap=shade, norm=norm, aspect="auto", interpolation="nearest")
+    rows, columns = np.nonzero(load == 0)
+    axes.plot(columns[:MAX_POINTS], rows[:MAX_POINTS], "x", color=RED, markersize=4)
+    axes.set(xlim=(edges[0][0], edges[0][-1]), ylim=(edges[1][-1], edges[1][0]))
+    every = -(-len(load) // 32)  # names that have room
+    axes.set_yticks(range(0, len(load), every), list(loads)[::every])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("expert")
+    axes.grid(visible=False)
+    bar = figure.colorbar(image, ax=axes, shrink=0.9)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(colors=MUTED, labelsize=8, labelcolor=INK)
     return figure
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from holmesjax.checkpoints import commit_alarm, scrub
-from holmesjax.report import metrics
+from holmesjax.report import expert_alarm, metrics
 
 Record = Mapping[str, Any]
 # The numbers that are kept, and the dicts of numbers: of those each entry has a column of its own.
@@ -27,8 +27,10 @@ TAKEN = frozenset(
         *(*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE),
         *("grad_norm", "learning_rate", "time_left_s", "time_s"),
         *("link_losses", "link_lost_s", "nic_bytes"),
+        *(expert_alarm.LOADS, expert_alarm.STEPS, expert_alarm.FIELD, "expert_peaks"),
     )
 )
+MAX_ALARMS = 20  # of experts, the newest
 MAX_OTHERS = 64  # other names that are kept: who makes a name for each step would fill the memory
 CHUNK = 4096  # records that are dicts at a time
 Name = str | tuple[str, str]  # of a number, or of a dict and an entry of it
@@ -47,6 +49,9 @@ class History:
         self.last: Record = {}
         self.last_validated: Record | None = None
         self.memory_bytes: dict[str, int] = {}  # the last peak of each device
+        self.last_expert_loads: Record | None = None  # the last record that has them
+        # The experts that raised an alarm, by step.
+        self.expert_alarms: dict[int, Mapping[str, float]] = {}
         count, found = 0, iter(records)
         while chunk := list(itertools.islice(found, CHUNK)):
             self._take(chunk, count)
@@ -73,6 +78,11 @@ class History:
         for record in chunk:
             if "memory_bytes" in record:
                 self.memory_bytes |= record["memory_bytes"]
+            if expert_alarm.LOADS in record:
+                self.last_expert_loads = record
+            if expert_alarm.FIELD in record:
+                self.expert_alarms[record["step"]] = record[expert_alarm.FIELD]
+        self.expert_alarms = dict(sorted(self.expert_alarms.items())[-MAX_ALARMS:])
         for name in dict.fromkeys(itertools.chain.from_iterable(chunk)):
             if name in NUMBERS or (name not in TAKEN and self._keeps_other(name, chunk)):
                 self._add(name, before, chunk)

@@ -183,7 +183,7 @@ def _finite(value: Any) -> Any:
 
 
 def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """One flat name per number.
+    """One flat name per number; lists of numbers, such as loads of experts, are left out.
 
     >>> _scalars({"step": 3, "loss": 2.5, "link_bytes": {"stage 0 -> stage 1": 8}})
     {'loss': 2.5, 'link_bytes/stage_0_to_stage_1': 8.0}
@@ -192,7 +192,8 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
     for name, value in record.items():
         if isinstance(value, Mapping):
             for key, item in value.items():
-                scalars[f"{name}/{key.replace('->', 'to').replace(' ', '_')}"] = float(item)
+                if not isinstance(item, Sequence):
+                    scalars[f"{name}/{key.replace('->', 'to').replace(' ', '_')}"] = float(item)
         elif name != "step":
             scalars[name] = float(value)
     return scalars

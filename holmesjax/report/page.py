@@ -31,6 +31,7 @@ from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan, layers_text
 from holmesjax.report import (
+    expert_alarm,
     figures,
     goodput,
     history,
@@ -131,6 +132,7 @@ def write_report(run_dir: str | Path) -> Path:
         _plan_section(plan, records, titles),
         _loss_section(records),
         *_others_section(records),
+        *_experts_section(records),
         _timeline_section(predicted, sent, timed, titles),
         _traffic_section(records),
         *([lab] if lab else []),
@@ -357,6 +359,23 @@ def _others_section(records: History) -> list[_Section]:
     table = _Table(("Name", "First", "Last", "Least", "Most", "Last step"), rows)
     text = "What callbacks and layers have added to the records of steps."
     return [_Section("Numbers of your own", text, [table], pictures)]
+
+
+def _experts_section(records: History) -> list[_Section]:
+    """The loads of experts as they were told last, and alarms; nothing where none were told."""
+    if (record := records.last_expert_loads) is None:
+        return []
+    text = (
+        f"Choices of each expert over the mean of its layer, in the {record[expert_alarm.STEPS]:,} "
+        f"steps to step {record['step']:,}. A cross is an expert without a token."
+    )
+    rows = [
+        (f"{step:,}", ", ".join(f"{name}: {load:.3g}" for name, load in found.items()))
+        for step, found in reversed(records.expert_alarms.items())
+    ]
+    tables = [_Table(("Alarm at step", "Experts, and their loads over the mean"), rows)]
+    picture = _picture("experts", figures.expert_loads(record[expert_alarm.LOADS]))
+    return [_Section("Experts", text, tables if rows else (), [("", picture)])]
 
 
 def _machines_section(plan: Plan, topology: Topology) -> _Section:

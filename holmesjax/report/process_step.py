@@ -20,6 +20,9 @@ Its entries:
     island         whose numbers these are, where each process has a stage of one
     own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
+    expert_peaks   by layer, the load of the fullest device over the mean: if experts lay by number,
+                   and as they were placed before this step, where they were
+    expert_loads   the choices of each expert by layer, in `expert_load_steps` steps, where it tells
 """
 
 import math
@@ -39,7 +42,13 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
     """
     islands: dict[int, ProcessStep] = {}
     for report in reports:
-        islands.setdefault(report.get("island", 0), {}).update(report)
+        known_here = islands.setdefault(report.get("island", 0), {})
+        by_layer: ProcessStep = {
+            name: {**known_here.get(name, {}), **report[name]}
+            for name in ("expert_loads", "expert_peaks")
+            if name in report
+        }
+        known_here.update({**report, **by_layer})
     own = [islands[k] for k in sorted(islands)]
     known: ProcessStep = {}
     for island in own:
@@ -49,6 +58,12 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
     mean = lambda values: math.fsum(values) / len(own)
     known |= {name: mean(island[name] for island in own) for name in MEANS if name in known}
     known["skipped"] = any(island["skipped"] for island in own)
+    if "expert_loads" in known:
+        every = [island["expert_loads"] for island in own if "expert_loads" in island]
+        known["expert_loads"] = {
+            layer: [math.fsum(x) / len(every) for x in zip(*(e[layer] for e in every), strict=True)]
+            for layer in every[0]
+        }
     if "auxiliary" in known:
         known["auxiliary"] = {
             name: mean(island["auxiliary"][name] for island in own) for name in known["auxiliary"]

@@ -21,7 +21,8 @@ from holmesjax.liveness.helper_process import StoppedError, run_module
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan import mfu
 from holmesjax.report import history, link_losses
-from holmesjax.report.console import Console
+from holmesjax.report.console import Console, placement_line
+from holmesjax.report.expert_alarm import LOADS, STEPS, ExpertAlarm
 from holmesjax.report.goodput import WallTime, goodput, rows
 from holmesjax.report.metrics import Metrics, read_last
 from holmesjax.report.process_step import ProcessStep, known_of
@@ -75,6 +76,7 @@ class Recorder:
         self._began_s = time.monotonic()
         self._first_s = self._began_s  # when the first step of the session ended
         self._reports: dict[int, list[ProcessStep]] = {}
+        self._expert_alarm = ExpertAlarm(config.model.experts, config.log.expert_load_alarm)
         start_s = self._began_s if began_s is None else began_s
         last, kept = read_last(run_dir, done_steps)  # before the file is cut
         self._wall_time = WallTime(last, kept, start_s)
@@ -202,7 +204,7 @@ class Recorder:
             **known.get("auxiliary", {}),
             "link_bytes": _sum_by_link(report["link_bytes"] for report in reports),
         }
-        for name in ("val_loss", "val_losses"):
+        for name in ("val_loss", "val_losses", STEPS, LOADS, "expert_peaks"):
             if name in known:
                 record[name] = known[name]
         if memory := {
@@ -214,6 +216,8 @@ class Recorder:
                 report["validation_bytes"] for report in reports
             )
         record |= link_losses.of_step(reports)
+        of_experts, alarm = self._expert_alarm.step(record)
+        record |= of_experts
         if self._on_step:
             record |= self._on_step(record)
         own = known.get("own", {})
@@ -222,6 +226,10 @@ class Recorder:
         self.tasks = [interval._asdict() for interval in intervals]
         self._metrics.write(record)
         self.console.step(record, tuple(own))
+        if alarm:
+            self.console.print(alarm)
+        if "expert_peaks" in record:
+            self.console.print(placement_line(record["expert_peaks"]))
         self.last = record
         self._num_steps += 1
         self._step_times_s.append(step_time_s)

@@ -21,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from holmesjax.config import KernelsConfig, ModelConfig
 from holmesjax.costs import work
+from holmesjax.costs.expert_exchange import has_experts
 from holmesjax.costs.parameters import unsent_numbers
 from holmesjax.costs.stage_shape import LOGIT_BYTES
+from holmesjax.layer_specs.experts import place_parameter
 from holmesjax.layer_specs.kind import BatchArray, Kind, Parameter
 from holmesjax.layer_specs.model_layers import EMBED, auxiliary_names, import_object, layers
 from holmesjax.models import ops
@@ -122,6 +124,8 @@ class Chunk:
     ema_decay: float | None = None  # of an average of the parameters; None: there is none
     spike_rule: spikes.SpikeRule | None = None  # None: nothing looks for spikes
     has_statistics: bool = False  # whether steps have norms by kind of layer
+    places_experts: bool = False  # whether devices that share experts have them by their loads
+    expert_chunks: int = 1  # of an exchange between these
     seed: int = 0  # of random numbers that layers draw
     param_dtype: str = "float32"  # of the parameters that are kept and updated
     reduction_dtype: str = "float32"  # of gradients that cross `data`
@@ -146,11 +150,26 @@ class Chunk:
 
     @functools.cached_property
     def statements(self) -> Tree:
-        """The parameters of the layers here as they are stated, with those that are borrowed."""
+        """The parameters of the layers here as they are stated, with those that are borrowed.
+
+        Layers with placed experts have a table of their slots besides.
+        """
         found = {layer: statements(self.model)[layer] for layer in self.layers}
+        for layer in self.placed_layers:
+            table = place_parameter(self.model)
+            router, name = table.path
+            own = found[layer]
+            found[layer] = {**own, router: {**own[router], name: table}}
         if self.borrows_table:
             found[EMBED] = {"token_VD": statements(self.model)[EMBED]["token_VD"]}
         return found
+
+    @functools.cached_property
+    def placed_layers(self) -> tuple[str, ...]:
+        """The names of the layers here whose experts lie on devices by their loads."""
+        if not self.places_experts or self.mesh.shape.get(Axis.EXPERT, 1) == 1:
+            return ()
+        return tuple(layer for layer, kind in self.kinds.items() if has_experts(kind))
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -285,6 +304,7 @@ class Chunk:
             self.unproven,
             sequence_parallel=self.sequence_parallel,
             logit_bytes=self.plan.stages[stage].logit_bytes or LOGIT_BYTES,
+            expert_chunks=self.expert_chunks,
         )
 
     @property

@@ -14,6 +14,7 @@ from holmesjax.models import ops
 from holmesjax.models.layer import changing
 from holmesjax.optimizers.optimizer import State, rounding_seed
 from holmesjax.runtime import (
+    expert_loads,
     gradient_clipping,
     layer_statistics,
     microbatch,
@@ -27,8 +28,8 @@ Sums = tuple[jax.Array, ...] | jax.Array  # of each microbatch, or of all of the
 JOIN: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max}
 
 # Scalars: loss, where the last stage is here; grad_norm, learning_rate, skipped; the auxiliary
-# losses and metrics of layers, by name; spike, where the run looks for them; and square_norms, a
-# number for each stage.
+# losses and metrics of layers, by name; spike, where the run looks for them; the choices of each
+# expert of a layer here, by the names of `expert_loads`; and square_norms, a number for each stage.
 Metrics = dict[str, Any]
 
 
@@ -141,6 +142,7 @@ def update(
         **{name: shared[name] for name in chunk.auxiliary_names},
         **layer_statistics.finished(chunk.model, {n: shared[n] for n in chunk.statistic_names}),
     }
+    metrics |= expert_loads.of_chunk(chunk, sums_MR)
     if chunk.spike_rule is not None:
         metrics["spike"] = is_spike
     apply = chunk.optimizer.apply

@@ -38,18 +38,31 @@ def find_unproven(
       advance: is called as a check goes on.
 
     Raises:
-      ConfigError: the run asks for the Pallas kernels, which this machine would miscompile.
+      ConfigError: the run asks for the Pallas kernels, which this machine would miscompile, or for
+        those of experts, which have not passed their check here.
     """
     config = job.config
     if config.run.rehearse or job.topology.device_kinds == {"cpu"}:
         return ops.UNCHECKED
     asking = [
-        name for name in ("attention", "optimizer") if getattr(config.kernels, name) == "pallas"
+        name
+        for name in ("attention", "optimizer", "experts")
+        if getattr(config.kernels, name) == "pallas"
     ]
     if asking and (reason := kernel_check.miscompiles(kernel_check.find_assembler())):
         problem = "asks for kernels that this machine would miscompile"
         fix = f"install {kernel_check.SOUND}"
         raise ConfigError(f"kernels.{asking[0]}", problem, found=reason, fix=fix)
+    if "experts" in asking and config.model.experts is not None:
+        tensors = {job.plan.stages[stage].mesh.get(Axis.TENSOR, 1) for stage in stages}
+        for tensor in sorted(tensors):
+            asked = kernel_check.asked_of_experts(config, tensor)
+            found = kernel_check.verdict(asked, find_host().gpus, env, say, advance=advance)
+            if found.lack is not None:
+                problem = "asks for kernels that have not passed their check on this machine"
+                fix = "use auto or xla"
+                where = "kernels.experts"
+                raise ConfigError(where, problem, found=f"no {found.lack}", fix=fix)
     if "auto" not in (config.kernels.attention, config.kernels.optimizer):
         return ops.UNCHECKED
     if not (gpus := find_host().gpus):

@@ -368,13 +368,15 @@ class Pipeline:
             norm = programs["chunk_totals"](*args)
             own[s] = own[s] + norm if s in own else norm
         norms = self._share_norms(own, idle)
-        new_states, metrics = [], {}
+        new_states: list[ChunkState] = []
+        metrics: Metrics = {}
         for (v, programs), state in zip(self._programs.items(), states, strict=True):
             s = self._plan.chunks[v][0]
             sums_MR = sums_of_layers(programs.chunk, self._by_name(flights[v]))
             ready = timeline.begin(s)
-            state, metrics = programs["update"](state, reduced[v], norms[s], sums_MR)
-            timeline.watch(s, "U", None, ready, metrics["grad_norm"])
+            state, of_chunk = programs["update"](state, reduced[v], norms[s], sums_MR)
+            metrics |= of_chunk  # what all chunks know is the same in all
+            timeline.watch(s, "U", None, ready, of_chunk["grad_norm"])
             new_states.append(state)
         if loss is not None:
             metrics["loss"] = loss

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import adamw_check
+from kernels import adamw_check, experts_check
 from kernels.attention.reference import attention_reference
 from kernels.attention.tiles import Rule
 
@@ -200,7 +200,11 @@ def checks(
     """
     all_cases, repeats = (cases(asked, 20)[:-1], 2) if small else (cases(asked), REPEATS)
     found = [(case.label, partial(check, case, attention, repeats)) for case in all_cases]
-    return [*found, *adamw_check.checks(asked.get("moments"), small=small)]
+    return [
+        *found,
+        *adamw_check.checks(asked.get("moments"), small=small),
+        *experts_check.checks(asked.get("experts"), small=small),
+    ]
 
 
 def results(

@@ -1,12 +1,16 @@
 """Exchanges of tokens: their rounds against routers drawn at random, and their seconds."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
 from holmesjax.config import ExpertsConfig, ModelConfig
 from holmesjax.costs import expert_exchange
-from holmesjax.costs.collective_times import Group, Groups, all_to_all_s
-from holmesjax.costs.expert_exchange import LOAD_VARIATION, exchange_s, peak_load, rounds
+from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN, Group, Groups, all_to_all_s
+from holmesjax.costs.expert_exchange import LOAD_VARIATION, exchange_s, peak_load, round_s, rounds
+from holmesjax.costs.expert_placement import greedy
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.topology.machines import DeviceKind, Link
 from kernels.expert_slots import slots_of_each
@@ -14,20 +18,82 @@ from tests.shapes import shape_of
 
 
 @pytest.mark.parametrize(
-    "count, active, num_tokens, n", [(128, 8, 4096, 8), (128, 8, 4096, 32), (8, 2, 4096, 4)]
+    "count, active, num_tokens, n, is_placed",
+    [
+        (128, 8, 4096, 8, False),
+        (128, 8, 4096, 32, False),
+        (8, 2, 4096, 4, False),
+        (128, 8, 4096, 32, True),
+        (64, 6, 4096, 16, True),
+    ],
 )
-def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n):
+def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n, is_placed):
     """Experts have loads that vary, and each device draws the choices of its tokens."""
     rng, peaks, found = np.random.default_rng(0), [], []
     for _ in range(200):
         share = np.maximum(rng.normal(1, LOAD_VARIATION, count), 0)
+        if is_placed:  # by their loads of a step before
+            share = share[greedy(share.tolist(), n)]
         choices = rng.multinomial(num_tokens * active, share / share.sum(), size=n)
         sent = choices.reshape(n, n, -1).sum(-1)  # from each device to each
         peaks.append(sent.sum(0).max() / (num_tokens * active))
         found.append(np.ceil(sent.max() / slots_of_each(num_tokens * active, n)))
     experts = ExpertsConfig(count=count, active=active)
-    assert float(peak_load(experts, n)) == pytest.approx(np.mean(peaks), rel=0.02)
-    assert float(rounds(experts, num_tokens, n)) == pytest.approx(np.mean(found), abs=0.12)
+    peak = peak_load(experts, n, is_placed=is_placed)
+    assert float(peak) == pytest.approx(np.mean(peaks), rel=0.02)
+    expected = rounds(experts, num_tokens, n, is_placed=is_placed)
+    assert float(expected) == pytest.approx(np.mean(found), abs=0.12)
+
+
+def shortest_round_s(sent_s, products_s, back_s, num_chunks):
+    """The least time of every order in which a link can carry chunks there and back."""
+    there, back = range(num_chunks), range(num_chunks, 2 * num_chunks)
+    found = []
+    for order in itertools.permutations([*there, *back]):
+        link_s, device_s, ready_s = 0.0, 0.0, {}
+        for item in order:
+            if item in there:
+                link_s += sent_s
+                device_s = max(device_s, link_s) + products_s
+                ready_s[item + num_chunks] = device_s
+            elif item not in ready_s:
+                break
+            else:
+                link_s = max(link_s, ready_s[item]) + back_s
+        else:
+            found.append(link_s)
+    return min(found)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_no_order_of_a_link_ends_a_round_earlier(num_chunks):
+    for seconds in np.random.default_rng(num_chunks).exponential(size=(40, 3)):
+        wanted = shortest_round_s(*seconds, num_chunks)
+        assert float(round_s(*seconds, num_chunks)) == pytest.approx(wanted)
+
+
+def test_chunks_hide_an_exchange_behind_products_until_their_latencies_count(monkeypatch):
+    """All but the first chunk's way there and the last one's back, where products take longer."""
+    monkeypatch.setattr(expert_exchange, "LOAD_VARIATION", 1e-9)
+    experts = ExpertsConfig(count=8, active=2, width=64)
+    sizes = {"num_layers": 1, "width": 64, "num_heads": 4, "context_length": 64}
+    model = ModelConfig(**sizes, pattern=("expert_block",), experts=experts)
+    link = Link(fabric="nvlink", bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+    pair = Group(size=2, nodes=1, inside=link, between=None)
+
+    def seconds(chunks, products_s):
+        stage = dataclasses.replace(shape_of(1, expert=2), expert_chunks=chunks)
+        return float(exchange_s(model, stage, pair, (products_s, products_s))[0])
+
+    alone_s = seconds(1, 1.0)
+    assert seconds(1, 0.0) == alone_s
+    start_s = 3 * all_to_all_s(0.0, pair)  # of a chunk's three arrays
+    moved_s = alone_s - start_s
+    hidden_s = 3 * (moved_s / 4 + start_s)
+    assert seconds(4, 1.0) == pytest.approx(
+        moved_s / 4 + start_s + (OVERLAP_SLOWDOWN - 1) * hidden_s, rel=0.02
+    )
+    assert seconds(4, 0.0) == pytest.approx(moved_s + 4 * start_s, rel=0.02)  # nothing to hide in
 
 
 def test_an_exchange_between_nodes_shares_their_links():

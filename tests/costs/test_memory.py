@@ -92,9 +92,11 @@ def test_residuals_are_those_that_jax_keeps(model, dtype, policy):
 @pytest.mark.parametrize("norms", ["before", "both"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize("expert", [1, 2])
-def test_residuals_of_experts_are_those_that_jax_keeps(expert, factor, norms, policy):
+@pytest.mark.parametrize("latent_width", [None, 32])
+def test_residuals_of_experts_are_those_that_jax_keeps(latent_width, expert, factor, norms, policy):
     """Devices that share experts keep nothing of what experts have computed."""
-    experts = ExpertsConfig(count=8, active=2, width=96, capacity_factor=factor)
+    sizes = {"width": 96, "capacity_factor": factor, "latent_width": latent_width}
+    experts = ExpertsConfig(count=8, active=2, **sizes)
     sizes = SMALL | {"activation": "swiglu", "norm": "rms_norm", "norms": norms}
     model = ModelConfig(**sizes, pattern=("expert_block",), experts=experts)
     cuts = {"fsdp": 2 // expert, "expert": expert}

@@ -252,7 +252,8 @@ def test_a_model_that_a_family_cannot_hold_is_refused_with_its_setting():
     with pytest.raises(ConfigError, match=each):
         config_json_export.family_of(model)
     biased = {"bias_rate": 0.001}, r"experts\.bias_rate: .* of a mixtral\n  found: 0.001"
-    for changes, message in (biased, ({"scale": 2.5}, r"experts\.scale")):
+    latent = {"latent_width": 8}, r"experts\.latent_width"
+    for changes, message in (biased, latent, ({"scale": 2.5}, r"experts\.scale")):
         own = model_of("mixtral")
         own = dataclasses.replace(own, experts=dataclasses.replace(own.experts, **changes))
         with pytest.raises(ConfigError, match=rf"model\.{message}"):

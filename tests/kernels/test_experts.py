@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -82,21 +83,25 @@ def shards_of(**sizes):
     return Shards(mesh, tuple((dim, has(axes)) for dim, axes in cuts.items()))
 
 
+# How a mesh cuts them, and the chunks of an exchange: 3 of 27 slots, where 24 are an even load's.
 MESHES = {
-    "one device": None,
-    "experts cut": shards_of(expert=2, tensor=2),
-    "an expert each": shards_of(expert=4, fsdp=2),
+    "one device": (None, 1),
+    "experts cut, chunks": (shards_of(expert=2, tensor=2), 3),
+    "an expert each": (shards_of(expert=4, fsdp=2), 1),
 }
 
 
 @functools.cache
-def compiled(capacity, shards):
+def compiled(capacity, shards, num_chunks):
     """The results and gradients of choices, tokens, weights and the gradient of results."""
 
     @jax.jit
     def run(choice, x, weight, w_in, w_out, dy):
         of = lambda x, weight, w_in, w_out: experts_feed_forward(
-            "swiglu", x, choice, weight, w_in, w_out, capacity=capacity, shards=shards
+            *("swiglu", x, choice, weight, w_in, w_out),
+            capacity=capacity,
+            shards=shards,
+            num_chunks=num_chunks,
         )
         y, pullback = jax.vjp(of, x, weight, w_in, w_out)
         return y, pullback(dy)
@@ -106,14 +111,16 @@ def compiled(capacity, shards):
 
 @pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("shards", MESHES.values(), ids=MESHES)
-def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity, shards):
+@pytest.mark.parametrize("shards, num_chunks", MESHES.values(), ids=MESHES)
+def test_results_and_gradients_are_those_of_each_token_by_itself(
+    name, capacity, shards, num_chunks
+):
     choice_BLk = CHOICES[name]
     is_in = places(choice_BLk) < (capacity or L * K)
     assert is_in.all() == (capacity is None)
     wanted, gradients = by_tokens(choice_BLk, is_in)
 
-    y, got = compiled(capacity, shards)(jnp.asarray(choice_BLk), *ARRAYS)
+    y, got = compiled(capacity, shards, num_chunks)(jnp.asarray(choice_BLk), *ARRAYS)
     for one, want in zip(
         jax.tree.leaves((y, got)), jax.tree.leaves((wanted, gradients)), strict=True
     ):
@@ -125,8 +132,52 @@ def test_results_and_gradients_are_those_of_each_token_by_itself(name, capacity,
 @pytest.mark.parametrize("name, products", [("one device", 9), ("an expert each", 11)])
 def test_devices_that_share_experts_multiply_again_before_the_activation(name, products):
     """A backward has six gradients of three products."""
-    found = compiled(None, MESHES[name]).as_text()
+    found = compiled(None, *MESHES[name]).as_text()
     assert sum(" dot(" in line for line in found.splitlines()) == products
+
+
+@functools.cache
+def loops_and_exchanges(num_chunks):
+    """For each loop of products of a program: the exchanges beside it, before it, and behind it."""
+    text = compiled(None, shards_of(expert=4, fsdp=2), num_chunks).as_text()
+    bodies = re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    fused = {name for name, body in bodies if " dot(" in body}
+    called = lambda body: set(re.findall(r" calls=%([\w.-]+)", body))
+    multiplies = fused | {name for name, body in bodies if fused & called(body)}
+    found = []
+    for _, body in bodies:
+        reads, loops, sends = {}, [], []
+        for name, value in re.findall(r"^ +(?:ROOT )?%([\w.-]+) = (.*)$", body, re.M):
+            operands = {other for other in re.findall(r"%([\w.-]+)", value) if other in reads}
+            reads[name] = operands.union(*(reads[other] for other in operands))
+            loop = re.search(r" while\(.*body=%([\w.-]+)", value)
+            loops += [name] if loop and loop[1] in multiplies else []
+            sends += [name] if " all-to-all(" in value else []
+        for loop in loops if sends else []:
+            before = {send for send in sends if send in reads[loop]}
+            behind = {send for send in sends if loop in reads[send]}
+            beside = set(sends) - before - behind
+            found.append(tuple(map(len, (beside, before, behind))))
+    return found
+
+
+def test_exchanges_of_a_chunk_may_run_beside_the_products_of_another():
+    """By what instructions of the compiled program read; no time was measured.
+
+    A forward has three exchanges in a chunk, and a backward five.
+    """
+    alone, found = loops_and_exchanges(1), loops_and_exchanges(2)
+    assert {sum(counts) for counts in alone} == {3, 5}
+    assert {beside for beside, *others in alone if sum(others) + beside == 3} == {0}
+    assert {sum(counts) for counts in found} == {6, 10}
+    assert all(beside >= before + behind for beside, before, behind in found)
+
+
+def test_no_number_of_chunks_changes_a_result():
+    arrays = jnp.asarray(CHOICES["random"]), *ARRAYS
+    shards = MESHES["experts cut, chunks"][0]
+    (one, _), (other, _) = (compiled(None, shards, count)(*arrays) for count in (1, 3))
+    np.testing.assert_array_equal(one, other)
 
 
 def test_a_router_multiplies_in_float32_what_is_in_bfloat16():

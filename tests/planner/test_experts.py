@@ -3,10 +3,13 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from holmesjax import config as configs
 from holmesjax.config import ExpertsConfig
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
+from holmesjax.planner.explain import explain
 from holmesjax.planner.planner import make_plan
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape
@@ -36,6 +39,22 @@ def test_tokens_are_exchanged_over_fast_links_alone():
     assert (stage.fabrics[Axis.EXPERT], stage.fabrics[Axis.DATA]) == ("nvlink", "ethernet")
     for stage in make_plan(make_config(model=EXPERTS, parallel=FEW, stages=1), ethernet).stages:
         assert stage.fabrics.get(Axis.EXPERT, "local") in ("local", "nvlink")
+
+
+def test_experts_that_lie_by_their_loads_make_a_step_shorter():
+    """16 experts on 8 devices, whose loads vary: the plan, and its explanation, say how much."""
+    topology = make_topology(make_cluster("a", "infiniband", (8,)))
+    config = make_config(model=EXPERTS, parallel=FEW, expert=8, tensor=1, fsdp=1)
+    by_load = replace(config.parallel, expert_placement="load")
+    placed = replace(config, parallel=by_load)
+    steps_s = [make_plan(own, topology).step_time_s for own in (config, placed)]
+    assert steps_s[1] < 0.99 * steps_s[0]
+    others = {x.what: x.step_s for x in explain(config, topology).against}
+    assert others["parallel.expert_placement=load"] == pytest.approx(steps_s[1])
+    in_two = replace(config, parallel=replace(config.parallel, expert_chunks=2))
+    step_s = make_plan(in_two, topology).step_time_s
+    assert others["parallel.expert_chunks=2"] == pytest.approx(step_s)
+    assert step_s > steps_s[0]  # a collective takes longer to start than there is to hide
 
 
 def test_as_many_gradients_of_shared_experts_wait_as_backwards_are_cut_in_two():

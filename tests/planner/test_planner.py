@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from holmesjax.config import DistributedConfig, KernelsConfig
-from holmesjax.costs.stage_times import OVERLAP_SLOWDOWN
+from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN
 from holmesjax.layer_specs.model_layers import layer_names
 from holmesjax.parallel import sharding
 from holmesjax.plan.device_pool import USABLE_MEMORY

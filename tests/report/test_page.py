@@ -226,6 +226,19 @@ def test_steps_without_a_checkpoint_have_a_card(make_run):
     assert note in texts[at + 1 : at + 4]
 
 
+def test_loads_of_experts_have_a_picture_and_their_alarms_a_table(make_run):
+    loads = {"block_001": [8, 2, 0, 2], "block_003": [3, 3, 3, 3]}
+    told = {"expert_loads": loads, "expert_load_steps": 2}
+    in_alarm = {"experts_in_alarm": {"block_001/0": 2.6666, "block_001/2": 0.0}}
+    page = read(make_run([record(1), record(2, **told, **in_alarm), record(3)]))
+    assert {"Experts", "block_003", "block_001/0: 2.67, block_001/2: 0"} <= set(page.texts)
+    assert any("in the 2 steps to step 2." in text for text in page.texts)
+    images = [value for value in page.values("href") if value.startswith("data:image/png")]
+    assert images
+    assert sum(map(len, images)) < 20_000
+    assert "Experts" not in read(make_run([record(1)])).texts
+
+
 def test_a_rehearsal_says_that_its_times_are_of_other_devices(make_run):
     page = read(make_run([record(1)], config="run:\n  rehearse: true\n"))
     titles = "Predicted for the topology's devices", "Measured on the devices of the rehearsal"

@@ -23,6 +23,7 @@ from holmesjax.models.layer import (
     statements,
 )
 from holmesjax.runtime.compilation import compile_chunks
+from holmesjax.runtime.expert_loads import PREFIX, ExpertLoads
 from holmesjax.runtime.pipeline import make_runner
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.one_device import RTOL, SEED, check_gradient, step_inputs
@@ -86,6 +87,7 @@ ROUTINGS = {
     "Mixtral": MIXTRAL,
     "not normalized": dataclasses.replace(MIXTRAL, normalized=False),
     "DeepSeek": dataclasses.replace(DEEPSEEK, capacity_factor=None),
+    "latents": dataclasses.replace(MIXTRAL, latent_width=12),
 }
 
 
@@ -95,13 +97,18 @@ def test_routing_is_the_published_one(settings):
     rng, model = np.random.default_rng(1), model_of(settings)
     kind = layers(model)["block_000"]
     E, D, F = settings.count, model.width, settings.width
+    C = settings.latent_width or D
     x = rng.standard_normal((2, 16, D)).astype(np.float32)
     x[0, :3] = 0
-    down = rng.standard_normal((E, F, D)).astype(np.float32)
-    gate, up = rng.standard_normal((2, E, D, F)).astype(np.float32)
+    down = rng.standard_normal((E, F, C)).astype(np.float32)
+    gate, up = rng.standard_normal((2, E, C, F)).astype(np.float32)
     router = rng.standard_normal((D, E)).astype(np.float32)
     steps = np.float32(np.arange(E) % 3)
     params = {"gate_EDF": gate, "up_EDF": up, "down_EFD": down}
+    narrow, widen = np.eye(D), np.eye(D)
+    if settings.latent_width:
+        narrow, widen = (0.2 * rng.standard_normal(shape) for shape in ((D, C), (C, D)))
+        params |= {"narrow_DC": np.float32(narrow), "widen_CD": np.float32(widen)}
     params["router"] = {"weight_DE": router, "count_E": np.ones(E, np.float32)}
     if settings.bias_rate:
         params["router"]["steps_E"] = steps
@@ -114,11 +121,11 @@ def test_routing_is_the_published_one(settings):
         weights = published_weights(logits, settings.bias_rate * steps, settings)
         counts += weights > 0
         squares += np.log(np.exp(logits).sum()) ** 2
-        wanted = np.zeros(D)
+        wanted, latent = np.zeros(C), token @ narrow
         for e in np.flatnonzero(weights):
-            inner = token @ gate[e]
-            wanted += weights[e] * (inner / (1 + np.exp(-inner)) * (token @ up[e])) @ down[e]
-        np.testing.assert_allclose(y[b, t], wanted, rtol=1e-4, atol=1e-3)
+            inner = latent @ gate[e]
+            wanted += weights[e] * (inner / (1 + np.exp(-inner)) * (latent @ up[e])) @ down[e]
+        np.testing.assert_allclose(y[b, t], wanted @ widen, rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(auxiliary["sums"]["router/count_E"], counts)
     if settings.router_z_loss:
         assert float(auxiliary["losses"]["router_z"]) == pytest.approx(squares, rel=1e-5)
@@ -164,6 +171,18 @@ def test_a_backward_that_computes_again_leaves_each_token_with_its_experts(polic
 
     text = str(jax.make_jaxpr(both_ways)(params, x_BLD))
     assert text.count("top_k[") == 1
+
+
+def test_loads_are_told_for_all_steps_since_they_were_told_last():
+    """The third step was skipped: its choices count nowhere."""
+    loads, told = ExpertLoads(every=3, last=7), {}
+    for step in range(1, 8):
+        own = {PREFIX + "block_001": np.float32([step, 0]), "loss": 1.0}
+        told[step] = loads.after_step(step, own, skipped=step == 3)
+    found = {step: (x["expert_load_steps"], x["expert_loads"]) for step, x in told.items() if x}
+    of = lambda count: {"block_001": [count, 0]}
+    assert found == {3: (2, of(1 + 2)), 6: (3, of(4 + 5 + 6)), 7: (1, of(7))}
+    assert ExpertLoads(every=0, last=1).after_step(1, own, skipped=False) == {}
 
 
 # ---- whole steps ---------------------------------------------------------------------------------
@@ -218,6 +237,7 @@ MODELS = {
     "Mixtral": model_of(MIXTRAL),
     "DeepSeek": model_of(BIASED, **LATENTS),
     "dropless": model_of(dataclasses.replace(BIASED, capacity_factor=None), **LATENTS),
+    "latent experts": model_of(dataclasses.replace(MIXTRAL, latent_width=16, shared_width=24)),
 }
 PLANS = {
     "one program": hand_made_plan((3,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
@@ -239,6 +259,7 @@ OFTEN = {
     ("experts cut", "Mixtral"),
     ("experts beside others", "DeepSeek"),
     ("context", "DeepSeek"),
+    ("experts cut", "latent experts"),
 }
 EVERY = [
     pytest.param(
@@ -269,6 +290,8 @@ def test_no_plan_changes_a_step(plan_name, name):
         for what, value in wanted.items():
             assert float(found[what]) == pytest.approx(float(value), rel=RTOL), (step, what)
         check_gradient(states, gradient)
+        for layer, frozen in after.items():
+            np.testing.assert_array_equal(found[PREFIX + layer], frozen["router"]["count_E"])
         for state in states:
             for layer, frozen in state.fixed.items():
                 for what, array in frozen["router"].items():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax.config import KernelsConfig
+from holmesjax.config import ExpertsConfig, KernelsConfig
 from holmesjax.errors import ConfigError
 from holmesjax.hosts import kernel_check
 from holmesjax.hosts.kernel_check import CheckVerdict
@@ -154,6 +154,20 @@ def test_a_check_of_the_update_is_made_where_a_measurement_makes_it_decide(check
     assert find_unproven() == find_unproven(gpus=[h200], optimizer="xla") == ops.UNCHECKED
     assert find_unproven(gpus=[h200], optimizer="xla", context=2) == failed
     assert "moments" not in checks[-1]
+
+
+def test_kernels_of_experts_are_refused_where_their_check_fails(checks, monkeypatch):
+    """They are asked for by name, and have never been measured on a GPU."""
+    monkeypatch.setattr(kernel_check, "find_assembler", lambda: (13, 1, 0))
+    experts = {"pattern": ("expert_block",), "experts": ExpertsConfig(width=128, latent_width=64)}
+    asking = {"attention": "cudnn", "experts": "pallas", "model": experts}
+    with pytest.raises(ConfigError, match=r"kernels.experts(.|\n)*passed check(.|\n)*off by 0.5"):
+        find_unproven(**asking)
+    asked = {"width": 64, "inner": 128, "dtype": "bfloat16"}
+    assert checks == [{"kernels": "pallas", "layers": [], "experts": asked}]
+    passed = CheckVerdict(problem=None, versions={})
+    monkeypatch.setattr(kernel_check, "verdict", lambda *args, **more: passed)
+    assert find_unproven(**asking) == ops.UNCHECKED
 
 
 def test_a_check_that_passes_is_all_that_the_kernels_lack(checks, monkeypatch):

@@ -228,11 +228,17 @@ def test_codes_of_fp8_are_gathered_as_they_are(checkpointing):
 
 
 @pytest.mark.parametrize(
-    "checkpointing, norms", [("none", "before"), ("full", "before"), ("full", "after")]
+    "checkpointing, norms, latent_width",
+    [
+        ("none", "before", None),
+        ("full", "before", None),
+        ("full", "after", None),
+        ("full", "before", 8),
+    ],
 )
-def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing, norms):
-    """An exchange is in a loop, of which each round sends as much."""
-    experts = ExpertsConfig(count=4, active=2, width=24)
+def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing, norms, latent_width):
+    """An exchange is in a loop, of which each round sends as much; of latents, a quarter."""
+    experts = ExpertsConfig(count=4, active=2, width=24, latent_width=latent_width)
     changes = {"norm": "rms_norm", "activation": "swiglu", "pattern": ("expert_block",)}
     model = make_model(num_layers=2, **changes, norms=norms, experts=experts)
     cuts = {"fsdp": 2, "expert": 2, "microbatches": 2}
@@ -240,13 +246,14 @@ def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing, norms)
     chunk, _ = make_chunks(model, plan)
     [programs] = compile_chunks([chunk])
     shape = shape_of(chunk)
-    numbers = 4 * 3 * 32 * 24  # of all experts, of which a device has a half
+    numbers = 4 * 3 * (latent_width or 32) * 24  # of all experts, of which a device has a half
     exchanged = exchanged_bytes(model, shape)
     gathered = gathered_parameters(model, shape)
     both, reduced = (Axis.FSDP, Axis.EXPERT), reduced_numbers(model, shape)
     for i, name in enumerate(("forward", "backward")):
         total = total_sent([programs[name]], chunk.mesh)
-        again = sum(exchanged[0]) if (i, checkpointing, norms) == (1, "full", "after") else 0
+        is_read = norms == "after" or latent_width is not None
+        again = sum(exchanged[0]) if i == 1 and checkpointing == "full" and is_read else 0
         assert total["all-to-all", (Axis.EXPERT,)] == sum(exchanged[i]) + again
         rows = rows_sent(chunk) if name == "forward" else 0
         assert total["all-gather", both] == 4 * (gathered[i] - numbers - rows)

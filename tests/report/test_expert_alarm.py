@@ -1,0 +1,48 @@
+"""Experts that no token reaches, and those that too many reach, are named when that begins."""
+
+import dataclasses
+
+from holmesjax.config import ExpertsConfig
+from holmesjax.report.expert_alarm import FIELD, ExpertAlarm
+from holmesjax.report.process_step import known_of
+
+EXPERTS = ExpertsConfig(count=4, active=2)
+
+
+def record(step, *loads):
+    return {"step": step, "expert_load_steps": 10, "expert_loads": {"block_001": list(loads)}}
+
+
+def test_a_dead_expert_and_a_loaded_one_are_named_when_they_begin_and_end():
+    alarm = ExpertAlarm(EXPERTS, limit=2.0)
+    assert alarm.step({"step": 9}) == ({}, None)
+    assert alarm.step(record(10, 10, 10, 10, 10)) == ({}, None)
+    found, line = alarm.step(record(20, 21, 19, 0, 0))
+    assert found == {FIELD: {"block_001/0": 2.1, "block_001/2": 0.0, "block_001/3": 0.0}}
+    assert line == (
+        "ALARM: in the 10 steps to step 20, 2 experts without a token: block_001/2, block_001/3; "
+        "1 expert above the limit of 2 times the mean load: block_001/0 with 2.1"
+    )
+    again, line = alarm.step(record(30, 21, 19, 0, 0))
+    assert (again, line) == (found, None)
+    found, line = alarm.step(record(40, 10, 10, 10, 10))
+    assert found == {}
+    assert line.endswith("the alarm is over")
+
+
+def test_a_capacity_is_the_limit_if_it_is_smaller():
+    own = dataclasses.replace(EXPERTS, capacity_factor=1.25)
+    found, line = ExpertAlarm(own, limit=2.0).step(record(10, 14, 10, 8, 8))
+    assert found == {FIELD: {"block_001/0": 1.4}}
+    assert "above the capacity of 1.25 times" in line
+    assert ExpertAlarm(EXPERTS, limit=2.0).step(record(10, 14, 10, 8, 8)) == ({}, None)
+
+
+def test_loads_of_all_stages_are_known_and_those_of_islands_are_means():
+    stages = [{"expert_loads": {"block_001": [3, 5]}}, {"expert_loads": {"block_003": [8, 0]}}]
+    assert known_of(stages)["expert_loads"] == {"block_001": [3, 5], "block_003": [8, 0]}
+    other = {"expert_loads": {"block_001": [1, 7], "block_003": [4, 4]}, "island": 1}
+    other |= {"skipped": False}
+    wanted = {"block_001": [2, 6], "block_003": [6, 2]}
+    found = known_of([{**step, "island": 0, "skipped": False} for step in stages] + [other])
+    assert found["expert_loads"] == wanted
