@@ -46,12 +46,12 @@ def parse(text: str) -> tuple[str, int]:
     >>> parse("launcher@[fd00::1]:7443")
     ('launcher@fd00::1', 7443)
     """
-    name, relayed, text = text.rpartition(RELAYED)
+    name, relayed, of_relay = text.rpartition(RELAYED)
     if relayed:
-        address, port = parse(text)
-        if not (name and port):
-            raise ValueError(f"{name}{relayed}{text!r} needs a name, and the port of a relay")
-        return f"{name}{relayed}{address}", port
+        place = parse(of_relay)
+        if not (name and place[1]):
+            raise ValueError(f"{text!r} needs a name, and the port of a relay")
+        return f"{name}{relayed}{place[0]}", place[1]
     if text.startswith("["):
         address, closing, port = text[1:].partition("]")
         if not closing or (port and not port.startswith(":")):

@@ -35,7 +35,7 @@ from holmesjax.files import regular_files
 from holmesjax.transport import addresses, handshake, records, tls
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
-from holmesjax.transport.relay_messages import JoinedCall, RelayHello, RelayWelcome, relay_key
+from holmesjax.transport.relay_messages import JoinedCall, RelayHello, RelayWelcome, Role, relay_key
 from holmesjax.transport.tls import TlsSocket
 
 HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds the key
@@ -360,7 +360,7 @@ def call(
 
 
 def connect_relay(
-    address: str, port: int, key: bytes, role: str, name: str, within_s: float
+    address: str, port: int, key: bytes, role: Role, name: str, within_s: float
 ) -> Connection[RelayWelcome]:
     """Connects with a relay, in the clear: the ends of what it joins encrypt by themselves.
 

@@ -17,13 +17,15 @@ from typing import Literal
 
 from holmesjax.transport.records import Record
 
+Role = Literal["listen", "call", "take"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RelayHello(Record):
     """The hello of a caller of the relay; it holds a name, or a ticket in order to take a call."""
 
     kind = "relay call"
-    role: Literal["listen", "call", "take"]
+    role: Role
     name: str
 
 

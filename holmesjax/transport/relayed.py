@@ -100,5 +100,5 @@ class RelayedPort:
             return
         self._take(sock)
 
-    def _call(self, role: str, name: str) -> Connection[RelayWelcome]:
+    def _call(self, role: Role, name: str) -> Connection[RelayWelcome]:
         return connections.connect_relay(*self._relay, self._key, role, name, CALL_S)
