@@ -12,7 +12,7 @@ from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 CUTS = [((2, 2), 1, 1), ((4,), 2, 1), ((1, 3), 1, (1, 2))]  # of each island: unlike ones
 
 
-def islands_of(cuts):
+def islands_of(cuts, model=None):
     """The chunks of islands side by side on the devices here."""
     start, found = 0, {}
     for k, (split, data, tensor) in enumerate(cuts):
@@ -22,7 +22,7 @@ def islands_of(cuts):
             for stage in plan.stages
         )
         start += sum(len(stage.devices) for stage in moved)
-        chunks = make_chunks(make_model(), dataclasses.replace(plan, stages=moved))
+        chunks = make_chunks(model or make_model(), dataclasses.replace(plan, stages=moved))
         found[k] = [dataclasses.replace(chunk, island=k) for chunk in chunks]
     return found
 

@@ -175,7 +175,7 @@ def test_a_checkpoint_tells_what_is_on_its_way():
         if session != before:  # it lands at once, or other islands go on from global weights
             flying, before = None, session
         steps, clusters = session
-        since = island_states.since(checkpoint, clusters, steps)
+        since = island_states.since(checkpoint, clusters, steps, NESTEROV)
         last = done + rng.randrange(1, 12)
         stop = rng.choice([last, rng.randrange(done + 1, last + 1)])
         for step in range(done + 1, stop + 1):
@@ -184,7 +184,7 @@ def test_a_checkpoint_tells_what_is_on_its_way():
                 flying = steps.begins(step) or flying
         done = stop
         checkpoint = checkpoint_of(done, last, steps, clusters, since)
-        assert island_states.meeting_steps(checkpoint, clusters).in_flight(done) == flying
+        assert island_states.meeting_steps(checkpoint, clusters, NESTEROV).in_flight(done) == flying
         counted[flying is not None] += 1
     assert min(counted.values()) > 50
 
