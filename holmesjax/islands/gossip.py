@@ -213,7 +213,8 @@ class Pairing:
 
 def _begun_anew(state: ChunkState, slow: Arrays, momentum: Arrays) -> ChunkState:
     """A state that goes on with new slow weights."""
-    assert state.outer is not None and state.outer.own is not None, "pairs keep them"
+    assert state.outer, "pairs keep slow weights"
+    assert state.outer.own, "pairs keep slow weights"
     weights = {name: copy_program(x.sharding)(x) for name, x in slow.items()}  # a step takes them
     like = functools.partial(arrays_like, state.params)
     own = replace(state.outer.own, start=like(slow), momentum=like(momentum))
