@@ -32,11 +32,16 @@ def compare(step: int, islands: Sequence[Digests]) -> None:
         unlike = [name for name, digest in digests.weights.items() if digest != owned[name]]
         if unlike:
             name = unlike[0]
-            others = [
-                island.weights[name]
-                for n, island in enumerate(islands)
-                if n != owner[name] and name in island.weights
-            ]
+            if name not in islands[owner[name]].weights:
+                raise PeerError(
+                    f"island {k}",
+                    "has received other arrays than its partner sent in the meeting of step "
+                    f"{step}",
+                    found=f"{len(unlike)} differ: the digest of {name!r} is "
+                    f"{digests.weights[name]}, and that of what was sent {owned[name]}",
+                    fix="start again from the last checkpoint; look at the memory of its devices",
+                )
+            others = [x.weights[name] for n, x in enumerate(islands) if n != owner[name]]
             is_owner = len(others) > 1 and len(set(others)) == 1
             raise PeerError(
                 f"island {owner[name] if is_owner else k}",

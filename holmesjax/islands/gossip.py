@@ -61,13 +61,13 @@ class PairMeetings(IslandMeetings):
                 sent[k] = self._sent_in_pair(states[k])
                 for other in (other for other in group if other != k):
                     self._offer_in_pair(meeting, k, other, sent[k])
-        met, found = dict(states), []
+        met: dict[int, Sequence[ChunkState]] = dict(states)
+        found: dict[int, Digests] = {}
         for group in groups:
             for k in (k for k in group if k in states):
                 other = next((other for other in group if other != k), None)
-                met[k], digests = self._meet_on(meeting, k, other, states[k], sent[k])
-                found.append(digests)
-        self._tell(step, found)
+                met[k], found[k] = self._meet_on(meeting, k, other, states[k], sent[k])
+        self._tell(step, [found[k] for k in sorted(found)])
         return met
 
     def _sent_in_pair(self, island: Sequence[ChunkState]) -> dict[str, Arrays]:

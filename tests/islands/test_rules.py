@@ -245,5 +245,7 @@ def test_an_island_of_a_pair_that_has_other_arrays_is_named(monkeypatch):
             yield x.at[0].add(1e-6) if "delta 0 1" in crossings[0] and number == 1 else x
 
     monkeypatch.setattr(PairMeetings, "_fetched", flipped)
-    with pytest.raises(PeerError, match="island 1: has other weights than the owners after"):
+    with pytest.raises(
+        PeerError, match="island 1: has received other arrays than its partner sent"
+    ):
         islands.step(2)
