@@ -37,3 +37,18 @@ def states_of(chunks, random):
 def numbers(states, what):
     trees = [flatten(what(state)) for state in states]
     return {name: np.asarray(x) for tree in trees for name, x in tree.items()}
+
+
+def with_arrays(state, new):
+    """A state with other weights: `new` takes the name and the array of each."""
+    named = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(new(".".join(p.key for p in path), x), x.sharding),
+        state.params,
+    )
+    return type(state)(named, {}, {}, outer=state.outer)
+
+
+def noise(step, island, name, x):
+    """Numbers that a step adds to a parameter of an island."""
+    rng = np.random.default_rng([step, island, *name.encode()])
+    return 0.1 * rng.normal(size=x.shape).astype(np.float32)

@@ -175,7 +175,7 @@ def _restored_outer(checkpoint: Checkpoint, what: str, shapes: Any) -> Any:
 def _kept_outer(
     checkpoint: Checkpoint, chunk: Chunk, shapes: Any, name_of: Callable[[str], str]
 ) -> Outer:
-    """What an island of the same rule has kept; `name_of` gives the name of an array of its own."""
+    """The state of meetings of an island of the same rule; `name_of` names an array of its own."""
     kept, owned = kept_by(chunk.outer), _owned(chunk, shapes)
     weights = _restore_tree(checkpoint, {"params": owned})["params"]
     found = {n: _restored_outer(checkpoint, n, owned) for n in kept.owned if n != "weights"}

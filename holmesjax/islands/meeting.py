@@ -172,7 +172,7 @@ class IslandMeetings:
     def _sent(
         self, island: Sequence[ChunkState], names: Collection[str], in_background: bool
     ) -> Arrays:
-        """What an island sends of these parameters: its weights, or encoded differences."""
+        """The arrays that an island sends of these parameters: weights, or encoded differences."""
         weights = _arrays([state.params for state in island])
         weights = {name: x for name, x in weights.items() if name in names}
         if not sends_weights(self.outer):
@@ -365,7 +365,7 @@ class IslandMeetings:
             yield self.transport.fetch(key)
 
     def _new_weights(self, meeting: Round, island: int, owned: Arrays) -> Arrays:
-        """What has come of a meeting to an island, and the global weights that it owns."""
+        """The arrays of a meeting that have come to an island, and the global weights it owns."""
         homes = [name for name in self._homes[island] if name in meeting.names]
         theirs = [name for name in homes if name not in owned]
         arriving = self._taken(meeting, [self._back(meeting, island, name) for name in theirs])
@@ -396,7 +396,7 @@ def with_weights(state: ChunkState, weights: Arrays, share: float = 1.0) -> Chun
 
 
 def own_arrays(island: Sequence[ChunkState], what: str) -> Arrays:
-    """What an island keeps of all its parameters: "start", "momentum" or "known"."""
+    """Arrays that an island keeps of all its parameters: "start", "momentum" or "known"."""
     own = [state.outer.own for state in island if state.outer and state.outer.own]
     return _arrays([getattr(kept, what) for kept in own])
 

@@ -24,9 +24,8 @@ from holmesjax.plan.outer_rule import (
     pair_bytes,
 )
 from tests import outer_rules
-from tests.drawn_islands import islands_of, numbers, states_of
+from tests.drawn_islands import islands_of, noise, numbers, states_of, with_arrays
 from tests.hand_made_plans import make_model
-from tests.islands.test_streaming import noise, with_arrays
 
 ROUNDS, EVERY = 4, 2
 MODEL = make_model(num_layers=1)
@@ -236,7 +235,7 @@ def test_no_call_of_a_meeting_has_three_peers(monkeypatch):
 
 
 def test_an_island_of_a_pair_that_has_other_arrays_is_named(monkeypatch):
-    """What came to it has other digests than what its partner has sent."""
+    """Digests are of what came to it, and of what its partner has sent."""
     islands = Islands(NOLOCO, 2)
     fetched = PairMeetings._fetched
 

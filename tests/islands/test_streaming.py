@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.meeting_steps import fragment_of, steps_of
 from holmesjax.plan.outer_rule import meeting_bytes
 from tests.diloco import diloco
-from tests.drawn_islands import CUTS, islands_of, numbers, states_of
+from tests.drawn_islands import CUTS, islands_of, noise, numbers, states_of, with_arrays
 from tests.hand_made_plans import make_model
 
 LAST, MIDDLE = 13, 7
@@ -61,19 +60,6 @@ class Islands:
     def outer(self, what):
         own = [numbers(self.states[k], lambda s: getattr(s.outer, what)) for k in (0, 1)]
         return own[0] | own[1]
-
-
-def with_arrays(state, new):
-    named = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(new(".".join(p.key for p in path), x), x.sharding),
-        state.params,
-    )
-    return type(state)(named, {}, {}, outer=state.outer)
-
-
-def noise(step, island, name, x):
-    rng = np.random.default_rng([step, island, *name.encode()])
-    return 0.1 * rng.normal(size=x.shape).astype(np.float32)
 
 
 def by_the_rule(parallel, weights):
