@@ -41,7 +41,7 @@ def in_pair(what: str, source: int, target: int, name: str) -> str:
     return f"{what} {source} {target} {name}"
 
 
-class Way(NamedTuple):
+class Passage(NamedTuple):
     """A crossing of a parameter from one island to another."""
 
     crossing: str
@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 def ways_of(
     outer: OuterConfig, owners: Mapping[str, int], num_islands: int
-) -> Iterator[tuple[str, Way]]:
+) -> Iterator[tuple[str, Passage]]:
     """Yields the name of each parameter with each of its crossings, in one order everywhere.
 
     Args:
@@ -64,14 +64,14 @@ def ways_of(
     for name, owner in owners.items():
         for k in (k for k in range(num_islands) if k != owner):
             dtype = exact if outer.has_pairs else codec.dtype  # pairs: means alone
-            yield name, Way(to_owner(k, name), k, owner, dtype)
-            yield name, Way(from_owner(k, name), owner, k, dtype)
+            yield name, Passage(to_owner(k, name), k, owner, dtype)
+            yield name, Passage(from_owner(k, name), owner, k, dtype)
             if not codec.is_exact and not outer.has_pairs:
-                yield name, Way(again(k, name), owner, k, exact)
+                yield name, Passage(again(k, name), owner, k, exact)
         if outer.has_pairs:
             for a, b in itertools.permutations(range(num_islands), 2):
-                yield name, Way(in_pair("delta", a, b, name), a, b, codec.dtype)
-                yield name, Way(in_pair("slow", a, b, name), a, b, exact)
+                yield name, Passage(in_pair("delta", a, b, name), a, b, codec.dtype)
+                yield name, Passage(in_pair("slow", a, b, name), a, b, exact)
 
 
 def link(source: int, target: int) -> str:

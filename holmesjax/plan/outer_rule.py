@@ -151,23 +151,23 @@ def own_step(outer: OuterConfig, sent: Any, num_islands: int, momentum: Any) -> 
     return stepped(outer, codec_of(outer).decode(sent) / num_islands, momentum)
 
 
-class Kept(NamedTuple):
+class KeptArrays(NamedTuple):
     """The arrays that an island keeps between meetings, by their names in the state."""
 
     owned: tuple[str, ...]  # of the parameters that it owns
     own: tuple[str, ...]  # of all of its parameters
 
 
-def kept_by(outer: OuterConfig) -> Kept:
+def kept_by(outer: OuterConfig) -> KeptArrays:
     """The arrays that the islands of a run keep between meetings, float32 all of them.
 
     >>> kept_by(OuterConfig()), kept_by(OuterConfig(rule="eager", codec="bfloat16")).own
-    (Kept(owned=('weights', 'momentum'), own=()), ('start', 'momentum', 'known'))
+    (KeptArrays(owned=('weights', 'momentum'), own=()), ('start', 'momentum', 'known'))
     """
     owned = {"noloco": ("weights",), "co2": ("weights", "momentum", "before")}
     known = () if codec_of(outer).is_exact or outer.has_pairs else ("known",)
     own = ("start", "momentum") if outer.rule in ("noloco", "eager") else ()
-    return Kept(owned.get(outer.rule, ("weights", "momentum")), own + known)
+    return KeptArrays(owned.get(outer.rule, ("weights", "momentum")), own + known)
 
 
 def sends_weights(outer: OuterConfig) -> bool:
