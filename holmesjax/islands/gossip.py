@@ -59,8 +59,8 @@ class PairMeetings(IslandMeetings):
             assert len(group) <= 2, f"a call of a meeting has two peers at most, and not {group}"
             for k in (k for k in group if k in states):
                 sent[k] = self._sent_in_pair(states[k])
-                for other in (other for other in group if other != k):
-                    self._offer_in_pair(meeting, k, other, sent[k])
+                for partner in (partner for partner in group if partner != k):
+                    self._offer_in_pair(meeting, k, partner, sent[k])
         met: dict[int, Sequence[ChunkState]] = dict(states)
         found: dict[int, Digests] = {}
         for group in groups:
@@ -243,6 +243,7 @@ def _pair_program(
 def _mean_program(where: NamedSharding) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def mean(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         mean = mean_of(arrays)
-        return mean, sum(jnp.sum(jnp.square(x - mean)) for x in arrays) / len(arrays)
+        squares = jnp.stack([jnp.sum(jnp.square(x - mean)) for x in arrays])
+        return mean, jnp.sum(squares) / len(arrays)
 
     return jax.jit(mean, out_shardings=(where, None))

@@ -67,11 +67,11 @@ class Streaming:
         states = self.meetings.begin(states)
         if self._is_late:  # what lands in the next meeting
             every = self._steps.every
-            flight = Flight(0, done, done - done % every + every)
+            late = Flight(0, done, done - done % every + every)
             again = self.meetings.send_again(
                 states, done, self.meetings.names, range(self.meetings.count)
             )
-            self._flying = flight, again
+            self._flying = late, again
         elif written and (flight := written.in_flight(done)):
             names = self._names(flight, written)
             everybody = range(self.meetings.count)

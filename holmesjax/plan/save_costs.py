@@ -52,12 +52,12 @@ def part_bytes(config: Config, plan: Plan) -> list[float]:
     of_meetings: Counter[tuple[int, str]] = Counter()  # by island and layer
     if plan.islands:
         owner, numbers = owner_of(config.model, len(plan.islands)), trained_sizes(config.model)
-        kept = kept_by(config.parallel.outer_rule)
+        by_rule = kept_by(config.parallel.outer_rule)
         for name, island in owner.items():
             layer, num_bytes = name.partition(".")[0], FLOAT_BYTES * numbers[name]
-            of_meetings[island, layer] += len(kept.owned) * num_bytes
+            of_meetings[island, layer] += len(by_rule.owned) * num_bytes
             for k in range(len(plan.islands)):
-                of_meetings[k, layer] += len(kept.own) * num_bytes
+                of_meetings[k, layer] += len(by_rule.own) * num_bytes
     return [
         sum(sizes[layer] + of_meetings[island, layer] for layer in names)
         for island, pipeline in enumerate(plan.pipelines)
