@@ -283,6 +283,8 @@ class TrainingLoop:
             report["own"] = _floats(unread.own)
         if "spike" in metrics:
             report["spike"] = bool(metrics["spike"])
+        if "square_spread" in metrics:
+            report["square_spread"] = float(metrics["square_spread"])
         if "loss" in metrics:
             report["loss"] = float(metrics["loss"])
         names = auxiliary_names(self.config.model)

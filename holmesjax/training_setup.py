@@ -78,7 +78,13 @@ class TrainingSetup:
         """Compiles the chunks; the arguments are those of `make_runner` and of `make_islands`."""
         train, began_s = self._job.config.train, time.perf_counter()
         parallel = self._job.config.parallel
-        make = functools.partial(make_islands, parallel=parallel, steps=train.steps, told=told)
+        make = functools.partial(
+            make_islands,
+            parallel=parallel,
+            steps=train.steps,
+            eval_every=train.eval_every,
+            told=told,
+        )
         runner = (make if self._job.plan.islands else make_runner)(
             self._job.plan,
             self._chunks,
@@ -105,7 +111,9 @@ class TrainingSetup:
         )
         if isinstance(runner, IslandsRunner):
             clusters = island_states.clusters_of(self._job.plan)
-            written = island_states.meeting_steps(checkpoint, clusters) if checkpoint else None
+            outer, written = self._job.config.parallel.outer_rule, None
+            if checkpoint:
+                written = island_states.meeting_steps(checkpoint, clusters, outer)
             done = checkpoint.step if checkpoint else 0
             self._states = runner.begin(self._states, done, written)
 
@@ -176,6 +184,7 @@ def make_chunks(
             island=place.island,
             before=place.before,
             islands=islands,
+            outer=config.parallel.outer_rule,
         )
         for place in _places(job.plan)
         if place.stage in meshes

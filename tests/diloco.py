@@ -8,6 +8,6 @@ def diloco(outer, of_islands, weights, momentum):
     gradient = weights - np.mean(
         [island_weights.astype(np.float64) for island_weights in of_islands], axis=0
     )
-    momentum = outer.momentum * momentum + gradient
-    step = gradient + outer.momentum * momentum if outer.nesterov else momentum
+    momentum = outer.decay * momentum + gradient
+    step = gradient + outer.decay * momentum if outer.nesterov else momentum
     return weights - outer.rate * step, momentum

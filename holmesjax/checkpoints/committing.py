@@ -195,8 +195,10 @@ def _settings(start: Start) -> dict[str, dict[str, Any]]:
     """The settings that a manifest keeps, and since when islands meet as they do."""
     job, kept = start.job, settings(start.job)
     if "parallel" in kept:
-        clusters, steps = island_states.clusters_of(job.plan), steps_of(job.config.parallel)
-        kept["parallel"]["since"] = island_states.since(start.checkpoint, clusters, steps)
+        clusters, parallel = island_states.clusters_of(job.plan), job.config.parallel
+        kept["parallel"]["since"] = island_states.since(
+            start.checkpoint, clusters, steps_of(parallel), parallel.outer_rule
+        )
     return kept
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.config import OuterConfig
 from holmesjax.plan.meeting_steps import MeetingSteps
 from holmesjax.plan.plan import Plan
 
@@ -44,6 +45,18 @@ def are_the_same(old: Sequence[Clusters], new: Sequence[Clusters]) -> bool:
     return sorted(old) == sorted(new)
 
 
+def rule(checkpoint: Checkpoint) -> OuterConfig:
+    """The rule by which the islands met that have written a checkpoint."""
+    return OuterConfig(**checkpoint.settings["parallel"]["outer"])
+
+
+def go_on_exactly(checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig) -> bool:
+    """Whether the same islands go on, and keep the same arrays between their meetings."""
+    before = rule(checkpoint)
+    is_the_same = (before.rule, before.codec) == (outer.rule, outer.codec)
+    return is_the_same and are_the_same(written(checkpoint), new)
+
+
 def sources(old: Sequence[Clusters], own: Clusters) -> list[int]:
     """The numbers of the islands whose moments an island goes on with; `own` is () for a pipeline.
 
@@ -67,13 +80,15 @@ def is_between_meetings(checkpoint: Checkpoint) -> bool:
     )
 
 
-def meeting_steps(checkpoint: Checkpoint, new: Sequence[Clusters]) -> MeetingSteps | None:
+def meeting_steps(
+    checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig
+) -> MeetingSteps | None:
     """The steps after which the islands met that have written a checkpoint; None for other islands.
 
-    `new` are the islands that go on. `since` is such that `in_flight` gives what was on its way.
+    `new` are the islands that go on, by the rule `outer`; by another rule they count as others.
+    `since` is such that `in_flight` gives what was on its way.
     """
-    old = written(checkpoint)
-    if not old or not are_the_same(old, new):
+    if not written(checkpoint) or not go_on_exactly(checkpoint, new, outer):
         return None
     parallel, steps = checkpoint.settings["parallel"], checkpoint.settings["train"]["steps"]
     # Earlier versions had neither fragments nor a delay, or did not tell since when.
@@ -84,29 +99,38 @@ def meeting_steps(checkpoint: Checkpoint, new: Sequence[Clusters]) -> MeetingSte
     return MeetingSteps(every=parallel["every"], fragments=fragments, delay=delay, since=since)
 
 
-def since(checkpoint: Checkpoint | None, new: Sequence[Clusters], steps: MeetingSteps) -> int:
+def since(
+    checkpoint: Checkpoint | None,
+    new: Sequence[Clusters],
+    steps: MeetingSteps,
+    outer: OuterConfig,
+) -> int:
     """The step since which islands meet after such steps, for the checkpoints of a session.
 
     Args:
       checkpoint: with which the session begins.
       new: its islands.
       steps: after which they meet.
+      outer: by which rule.
     """
     if checkpoint is None:
         return 0
-    before = meeting_steps(checkpoint, new)
+    before = meeting_steps(checkpoint, new, outer)
     is_the_same = before is not None and replace(before, since=0) == steps
     return before.since if before is not None and is_the_same else checkpoint.step
 
 
-def describe(checkpoint: Checkpoint, new: Sequence[Clusters]) -> list[str]:
-    """Lines about what goes on with what islands have written, where other islands go on."""
+def describe(checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig) -> list[str]:
+    """Lines about what goes on with what islands have written, where others, or another rule do."""
     old = written(checkpoint)
-    if not old or are_the_same(old, new):
+    if not old or (new and go_on_exactly(checkpoint, new, outer)):
         return []
-    lines = ["  islands     other ones have written it; those here begin with the global weights"]
+    others = "islands of another rule have" if are_the_same(old, new) else "other ones have"
+    lines = [f"  islands     {others} written it; those here begin with the global weights"]
     if is_between_meetings(checkpoint):
-        lines[0] += ", for which they meet once more"
+        is_nesterov = rule(checkpoint).rule == "nesterov"
+        once = "for which they meet once more" if is_nesterov else "the mean of what islands have"
+        lines[0] += f", {once}"
     for number, clusters in enumerate(new or [()]):
         islands = sources(old, clusters)
         who = f"island {number} ({', '.join(clusters)})" if clusters else "the pipeline"

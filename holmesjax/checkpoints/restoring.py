@@ -23,16 +23,17 @@ import tensorstore as ts
 from holmesjax.checkpoints import digests, island_states, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.orbax_errors import silence_orbax, unread
-from holmesjax.config import ModelConfig, OuterConfig
+from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models.layer import merged, split_trained, stated, statements
 from holmesjax.optimizers.optimizer import State
-from holmesjax.plan.outer_rule import outer_step, owner_of
+from holmesjax.plan.outer_rule import kept_by, outer_step, owner_of
 from holmesjax.runtime import spikes
-from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, Outer, kept_leaves
+from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, kept_leaves
 from holmesjax.runtime.expert_placement import with_places
+from holmesjax.runtime.outer_state import Outer, Own
 from holmesjax.runtime.weight_average import Average
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
@@ -55,7 +56,7 @@ def saved_name(chunk: Chunk, key: str) -> str:
     With islands, `params` are the global weights, which their owners have; all else but what does
     not train is of one island.
     """
-    if chunk.island is None or key.startswith("outer.momentum."):
+    if chunk.island is None or key.startswith(("outer.momentum.", "outer.before.")):
         return key
     if key.startswith("outer.weights."):
         return key.replace("outer.weights.", "params.", 1)
@@ -115,10 +116,13 @@ def _average_shapes(params: Any) -> Average:
 
 def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
     """Raises as `_check_arrays` unless all islands that have written it have such a state."""
-    wanted: dict[str, Any] = {"outer": {"momentum": state.params}}
+    kept = kept_by(island_states.rule(checkpoint))
+    owned = {name: state.params for name in kept.owned if name != "weights"}
+    wanted: dict[str, Any] = {"outer": owned}
+    of_island = Outer({}, None, own=Own(**dict.fromkeys(kept.own, state.params)))
     for k, _ in enumerate(island_states.written(checkpoint)):
-        own = ChunkState(state.params, state.opt_state, state.fixed if k else {})
-        wanted[f"island_{k}"] = own
+        fixed = state.fixed if k else {}
+        wanted[f"island_{k}"] = ChunkState(state.params, state.opt_state, fixed, outer=of_island)
     _check_arrays(checkpoint, wanted)
 
 
@@ -133,15 +137,15 @@ def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
     found = island_states.sources(old, own)
     fixed = _restore_tree(checkpoint, {"fixed": shapes.fixed})["fixed"]
     opt_state = _mean_moments(checkpoint, chunk, shapes.opt_state, found)
-    if island_states.are_the_same(old, chunk.islands):
+    if island_states.go_on_exactly(checkpoint, chunk.islands, chunk.outer):
         name_of = lambda key: f"island_{found[0]}.{key}"
         params = _restore_tree(checkpoint, {"params": shapes.params}, name_of)["params"]
-        owned = _owned(chunk, shapes.params)
-        outer = Outer(*_global(checkpoint, owned))
+        outer = _kept_outer(checkpoint, chunk, shapes.params, name_of)
     else:
         weights, momentum = _met_once_more(checkpoint, shapes.params)
         params = jax.tree.map(jnp.copy, weights)
-        outer = Outer(_owned(chunk, weights), _owned(chunk, momentum))
+        has_momentum = "momentum" in kept_by(chunk.outer).owned
+        outer = Outer(_owned(chunk, weights), _owned(chunk, momentum) if has_momentum else None)
     params, fixed = (
         _cast(arrays, like)
         for arrays, like in ((params, chunk.state_shapes.params), (fixed, chunk.state_shapes.fixed))
@@ -157,17 +161,42 @@ def _owned(chunk: Chunk, tree: Any) -> Any:
 
 
 def _global(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
-    """The global weights and the momentum of meetings."""
+    """The global weights and the momentum of meetings; zeros where pairs have met."""
     weights = _restore_tree(checkpoint, {"params": shapes})["params"]
-    return weights, _restore_tree(checkpoint, {"outer": {"momentum": shapes}})["outer"]["momentum"]
+    if "momentum" in kept_by(island_states.rule(checkpoint)).owned:
+        return weights, _restored_outer(checkpoint, "momentum", shapes)
+    return weights, jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), weights)
+
+
+def _restored_outer(checkpoint: Checkpoint, what: str, shapes: Any) -> Any:
+    return _restore_tree(checkpoint, {"outer": {what: shapes}})["outer"][what]
+
+
+def _kept_outer(
+    checkpoint: Checkpoint, chunk: Chunk, shapes: Any, name_of: Callable[[str], str]
+) -> Outer:
+    """The state of meetings of an island of the same rule; `name_of` names an array of its own."""
+    kept, owned = kept_by(chunk.outer), _owned(chunk, shapes)
+    weights = _restore_tree(checkpoint, {"params": owned})["params"]
+    found = {n: _restored_outer(checkpoint, n, owned) for n in kept.owned if n != "weights"}
+    outer = Outer(weights, found.get("momentum"), found.get("before"))
+    if not kept.own:
+        return outer
+    own = {"outer": {"own": dict.fromkeys(kept.own, shapes)}}
+    own_arrays = _restore_tree(checkpoint, own, name_of)["outer"]["own"]
+    return dataclasses.replace(outer, own=Own(**own_arrays))
 
 
 def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
-    """The global weights and the momentum, after a meeting where the islands were between two."""
+    """The global weights and the momentum, after a meeting where the islands were between two.
+
+    Rules by which islands wait for nobody take the mean of the islands then, and no step.
+    """
     weights, momentum = _global(checkpoint, shapes)
     if not island_states.is_between_meetings(checkpoint):
         return weights, momentum
-    rule = OuterConfig(**checkpoint.settings["parallel"]["outer"])
+    rule = island_states.rule(checkpoint)
+    takes_mean = rule.rule != "nesterov"
     count = len(island_states.written(checkpoint))
     read = lambda k: _restore_tree(checkpoint, {"params": shapes}, lambda key: f"island_{k}.{key}")
     total = read(0)["params"]
@@ -178,7 +207,10 @@ def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     def meet(total: Any, weights: Any, momentum: Any) -> tuple[Any, Any]:
         leaves, form = jax.tree.flatten(total)
         both = zip(leaves, jax.tree.leaves(weights), jax.tree.leaves(momentum), strict=True)
-        steps = [outer_step(rule, [leaf / count], before, m) for leaf, before, m in both]
+        steps = [
+            (leaf / count, m) if takes_mean else outer_step(rule, [leaf / count], before, m)
+            for leaf, before, m in both
+        ]
         one, two = zip(*steps, strict=True) if steps else ((), ())
         return jax.tree.unflatten(form, one), jax.tree.unflatten(form, two)
 

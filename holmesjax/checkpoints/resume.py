@@ -21,7 +21,14 @@ from holmesjax import job as jobs
 from holmesjax.checkpoints import island_states, manifest, second_reading, skipped_data
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.config import BYTES, Config, DataConfig, OptimizerConfig, TrainConfig
+from holmesjax.config import (
+    BYTES,
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    OuterConfig,
+    TrainConfig,
+)
 from holmesjax.data import tokenizer_files
 from holmesjax.errors import (
     CheckpointError,
@@ -68,6 +75,7 @@ FILES = (
     *("data.mixture", "data.validation"),
 )
 SHOWN = 12  # digits of a digest
+OUTER = ("rate", "momentum", "nesterov")  # of the rule of earlier versions
 WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
 # By which a learning rate changes; the batches count for a schedule by tokens.
 RATE = (
@@ -130,7 +138,9 @@ class Start:
             return left_out
         lines = [f"resuming after step {self.step}", *(f"  {change}" for change in self.changes)]
         lines += [f"  {line}" for line in self._rate_change(self.checkpoint)]
-        lines += island_states.describe(self.checkpoint, island_states.clusters_of(self.job.plan))
+        outer = self.job.config.parallel.outer_rule
+        clusters = island_states.clusters_of(self.job.plan)
+        lines += island_states.describe(self.checkpoint, clusters, outer)
         return lines + left_out
 
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
@@ -366,7 +376,10 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
     if (experts := found["model"]["experts"]) is not None and experts["latent_width"] is None:
         del experts["latent_width"]
     if (parallel := job.config.parallel).has_islands:
-        outer = dataclasses.asdict(parallel.outer_rule)
+        # Without what earlier versions did not have.
+        outer, plain = dataclasses.asdict(parallel.outer_rule), dataclasses.asdict(OuterConfig())
+        outer = {n: x for n, x in outer.items() if n in OUTER or x != plain[n]}
+        outer["momentum"] = parallel.outer_rule.decay
         clusters = [[stage.cluster for stage in island.stages] for island in job.plan.islands]
         names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
         steps, share = steps_of(parallel), parallel.global_share

@@ -1,14 +1,16 @@
 """Rules of islands: which settings they need, and which they cannot have so far."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import ParallelConfig
+from holmesjax.config.sections import OuterConfig, ParallelConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
 
 PIPELINE = "or set parallel.across to pipeline"
+OF_RULES = {"pull": ("noloco",), "clip": ("co2",), "penalty": ("co2",)}  # settings of some alone
 
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
@@ -32,6 +34,8 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
 def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
     if not parallel.has_islands:
         return
+    if parallel.outer_rule.rule != "nesterov":
+        return  # which has neither
     every, fragments, delay = parallel.meets_every, parallel.fragments or 1, parallel.delay or 0
     if every % fragments:
         problem = f"must divide parallel.every = {every}: fragments meet at equal distances"
@@ -40,6 +44,38 @@ def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
         problem = f"must be at most {every // fragments}, the steps from one meeting to the next"
         fix = "use fewer steps, fewer parallel.fragments or a larger parallel.every"
         yield wrong("parallel.delay", problem, delay, fix)
+
+
+def the_outer_rule_suits_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    outer = parallel.outer_rule
+    if not parallel.has_islands:
+        return
+    for name, rules in OF_RULES.items():
+        if outer.rule not in rules and getattr(outer, name) is not None:
+            problem = f"is only for parallel.outer.rule: {', '.join(rules)}"
+            yield wrong(f"parallel.outer.{name}", problem, getattr(outer, name), "remove it")
+    if outer.rule == "nesterov":
+        return
+    when = "of one round" if outer.is_late else "of none"
+    plain = {"fragments": 1, "delay": None if outer.is_late else 0, "blend": 1.0}
+    for name, value in plain.items():
+        if getattr(parallel, name) not in (None, value):
+            problem = f"cannot be set with parallel.outer.rule: {outer.rule}, whose delay is {when}"
+            fix = "remove it, or use the rule nesterov"
+            yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
+    if outer.has_pairs:
+        yield from _pairs_come_together(outer)
+
+
+def _pairs_come_together(outer: OuterConfig) -> Iterator[ConfigError]:
+    """The bounds in which the analysis of NoLoCo holds (arXiv 2506.10911, Eq. 74)."""
+    if outer.decay >= outer.rate:
+        problem = f"must be less than parallel.outer.rate = {outer.rate:g}, or pairs drift apart"
+        yield wrong("parallel.outer.momentum", problem, outer.decay, "use 0.5")
+    most = math.sqrt(2 + outer.decay**2)
+    if not outer.decay < outer.pulls < most:
+        problem = f"must lie between the momentum {outer.decay:g} and {most:.3f}"
+        yield wrong("parallel.outer.pull", problem, outer.pulls, "use 1")
 
 
 def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:

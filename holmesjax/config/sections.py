@@ -44,6 +44,8 @@ Checkpointing = Literal["none", "dots", "full"]
 Schedule = Annotated[str, schema.OneOf(SCHEDULES)]
 ClusterOfEachStage = Annotated[tuple[Text, ...], Field(min_length=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
+Rule = Literal["nesterov", "noloco", "co2", "eager"]
+Codec = Literal["float32", "bfloat16"]
 Islands = Annotated[
     tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)
 ]
@@ -99,11 +101,53 @@ class KernelsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class OuterConfig:
-    """The step that islands take together when they meet, from the mean of their weights."""
+    """The step that islands take when they meet: by which rule, and from what crosses."""
 
-    rate: Rate = 0.7  # by which the global weights follow; 1: all the way, without momentum
-    momentum: Momentum = 0.9  # the share of the steps before that a step goes on with
-    nesterov: Flag = True  # whether the momentum is Nesterov's
+    # nesterov: all take one step together. noloco: pairs take one, and stay apart. co2: all take it
+    # one round late. eager: each takes its own part at once, and that of the others a round late.
+    rule: Rule = "nesterov"
+    rate: Rate = 0.7  # by which weights follow the islands; 1: all the way, without momentum
+    # The share of the steps before that a step goes on with. None: 0.9, and 0.5 of noloco and co2
+    momentum: Momentum | None = None
+    nesterov: Flag = True  # whether the momentum is Nesterov's, of nesterov and eager
+    pull: Positive | None = None  # of noloco: by which a pair draws its slow weights. None: 1
+    # Of co2: the largest number of the momentum. None: 0.1
+    clip: Positive | None = None
+    # Of co2: by which the last step, in units of the largest, shortens the next one. None: 1
+    penalty: NonNegative | None = None
+    codec: Codec = "float32"  # the form in which numbers cross between islands
+
+    @property
+    def decay(self) -> float:
+        """The share of the steps before that a step goes on with."""
+        if self.momentum is None:
+            return 0.5 if self.rule in ("noloco", "co2") else 0.9
+        return self.momentum
+
+    @property
+    def pulls(self) -> float:
+        """By which a pair draws its slow weights to each other."""
+        return 1.0 if self.pull is None else self.pull
+
+    @property
+    def largest(self) -> float:
+        """The largest number of the momentum."""
+        return 0.1 if self.clip is None else self.clip
+
+    @property
+    def shortens(self) -> float:
+        """By which the last step shortens the next one."""
+        return 1.0 if self.penalty is None else self.penalty
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what islands send in a meeting comes in the next one."""
+        return self.rule in ("co2", "eager")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether islands meet in pairs, and have weights of their own after a meeting."""
+        return self.rule == "noloco"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

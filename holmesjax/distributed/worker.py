@@ -606,6 +606,8 @@ class _Reporter:
             for interval in (report["intervals"] if leads else ())
         ]
         measured = {**report, "intervals": intervals}
+        if not leads:
+            measured.pop("square_spread", None)
         if self._island is not None:
             measured["island"] = self._island
         if losses := self._take_losses():

@@ -1,14 +1,17 @@
 """The crossings of meetings of islands, for the transport of boundaries."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from holmesjax.checkpoints.restoring import flatten
-from holmesjax.config import ModelConfig
+from holmesjax.config import ModelConfig, OuterConfig
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models.layer import split_trained, statements
 from holmesjax.parallel import sharding
+from holmesjax.plan.codecs import codec_of
 from holmesjax.plan.outer_rule import owner_of
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import Process
@@ -26,6 +29,49 @@ def to_owner(island: int, name: str) -> str:
 def from_owner(island: int, name: str) -> str:
     """The crossing of a parameter's global weights from their owner to an island."""
     return f"global {island} {name}"
+
+
+def again(island: int, name: str) -> str:
+    """The crossing of whole global weights to an island, where others of their way are rounded."""
+    return f"again {island} {name}"
+
+
+def in_pair(what: str, source: int, target: int, name: str) -> str:
+    """The crossing of one of a pair to the other: its "delta", or its "slow" weights."""
+    return f"{what} {source} {target} {name}"
+
+
+class Passage(NamedTuple):
+    """A crossing of a parameter from one island to another."""
+
+    crossing: str
+    source: int  # island
+    target: int
+    dtype: str
+
+
+def ways_of(
+    outer: OuterConfig, owners: Mapping[str, int], num_islands: int
+) -> Iterator[tuple[str, Passage]]:
+    """Yields the name of each parameter with each of its crossings, in one order everywhere.
+
+    Args:
+      outer: the rule of the meetings.
+      owners: the island that owns each parameter, by its name.
+      num_islands: of the run.
+    """
+    codec, exact = codec_of(outer), "float32"
+    for name, owner in owners.items():
+        for k in (k for k in range(num_islands) if k != owner):
+            dtype = exact if outer.has_pairs else codec.dtype  # pairs: means alone
+            yield name, Passage(to_owner(k, name), k, owner, dtype)
+            yield name, Passage(from_owner(k, name), owner, k, dtype)
+            if not codec.is_exact and not outer.has_pairs:
+                yield name, Passage(again(k, name), owner, k, exact)
+        if outer.has_pairs:
+            for a, b in itertools.permutations(range(num_islands), 2):
+                yield name, Passage(in_pair("delta", a, b, name), a, b, codec.dtype)
+                yield name, Passage(in_pair("slow", a, b, name), a, b, exact)
 
 
 def link(source: int, target: int) -> str:
@@ -58,12 +104,12 @@ def crossings_of(plan: Plan, chunk: Chunk, processes: Sequence[Process]) -> tupl
     assert chunk.island is not None, "the chunk is of an island"
     first = first_stages(plan)[chunk.island]
     move = lambda own: replace(own, source=first + own.source, target=first + own.target)
-    meeting = _of_meetings(plan, chunk.model, processes)
+    meeting = _of_meetings(plan, chunk.model, chunk.outer, processes)
     return (*meeting, *map(move, crossings(chunk)))
 
 
 def _of_meetings(
-    plan: Plan, model: ModelConfig, processes: Sequence[Process]
+    plan: Plan, model: ModelConfig, outer: OuterConfig, processes: Sequence[Process]
 ) -> Iterator[Crossing]:
     parameters, count = trained(model), len(plan.islands)
     owner, firsts = owner_of(model, count), first_stages(plan)
@@ -71,25 +117,21 @@ def _of_meetings(
         {layer: first + s for s, stage in enumerate(island.stages) for layer in stage.layers}
         for first, island in zip(firsts, plan.islands, strict=True)
     ]
-    for name, parameter in parameters.items():
-        layer = name.partition(".")[0]
-        for k in range(count):
-            if (own := owner[name]) == k:
-                continue
-            for crossing, ends in ((to_owner(k, name), (k, own)), (from_owner(k, name), (own, k))):
-                stages = [homes[end][layer] for end in ends]
-                specs = [_spec(parameter, plan, stage) for stage in stages]
-                found = Crossing(
-                    name=crossing,
-                    source=stages[0],
-                    target=stages[1],
-                    link=link(*ends),
-                    shape=parameter.shape,
-                    dtype="float32",
-                    source_spec=specs[0],
-                    target_spec=specs[1],
-                )
-                yield _whole_where_it_must_be(found, plan, processes)
+    for name, way in ways_of(outer, owner, count):
+        layer, parameter = name.partition(".")[0], parameters[name]
+        stages = [homes[end][layer] for end in (way.source, way.target)]
+        specs = [_spec(parameter, plan, stage) for stage in stages]
+        found = Crossing(
+            name=way.crossing,
+            source=stages[0],
+            target=stages[1],
+            link=link(way.source, way.target),
+            shape=parameter.shape,
+            dtype=way.dtype,
+            source_spec=specs[0],
+            target_spec=specs[1],
+        )
+        yield _whole_where_it_must_be(found, plan, processes)
 
 
 def _spec(parameter: Parameter, plan: Plan, stage: int) -> tuple[tuple[str, ...], ...]:

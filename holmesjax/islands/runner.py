@@ -18,9 +18,10 @@ from holmesjax.config import ParallelConfig
 from holmesjax.data.batches import Batches
 from holmesjax.islands.agreement import Digests
 from holmesjax.islands.crossings import first_stages
+from holmesjax.islands.gossip import Pairing, PairMeetings
 from holmesjax.islands.meeting import IslandMeetings, with_weights
 from holmesjax.islands.streaming import Streaming
-from holmesjax.plan.meeting_steps import MeetingSteps
+from holmesjax.plan.meeting_steps import MeetingSteps, steps_of
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.end_of_step import Metrics
@@ -97,7 +98,7 @@ class IslandsRunner:
         self,
         islands: Mapping[int, Island],
         count: int,
-        streaming: Streaming,
+        streaming: Streaming | Pairing,
         waits_for: Callable[[str], None] = lambda text: None,
     ):
         self._islands, self._waits_for = islands, waits_for
@@ -158,7 +159,10 @@ class IslandsRunner:
         if self._streaming.is_due(self._done):
             with self._waiting():
                 new = dict(self._streaming.after_step(new, self._done))
-        return _joined(new.values()), _mean(found)
+        means = _mean(found)
+        if self._streaming.square_spread is not None:
+            means["square_spread"] = self._streaming.square_spread
+        return _joined(new.values()), means
 
     def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> float | None:
         """Sum of the losses of a batch's tokens, by the weights of the first island.
@@ -247,6 +251,7 @@ def make_islands(
     *,
     parallel: ParallelConfig,
     steps: int,
+    eval_every: int = 0,
     evaluates: bool = True,
     ramps: bool = False,
     connect: Callable[[], Transport] | None = None,
@@ -261,6 +266,7 @@ def make_islands(
       chunks: of all islands, or those of one that are in this process.
       parallel: the settings of the meetings.
       steps: of the run.
+      eval_every: steps from one validation to the next; 0: there is none.
       evaluates, ramps, compiled, waits_for: as `make_runner` takes them.
       connect: makes the transport to other processes, for meetings and inside of an island.
       told: as `IslandMeetings` takes it.
@@ -285,7 +291,11 @@ def make_islands(
         )
         islands[k] = Island(runner, len(of_island), firsts[k])
     count = len(plan.islands)
-    meetings = IslandMeetings(here, count, parallel.outer_rule, transport, told)
-    keeps = EVALUATES if evaluates else None
-    streaming = Streaming(meetings, chunks[0].model, parallel, steps, keeps)
+    keeps, outer = EVALUATES if evaluates else None, parallel.outer_rule
+    if outer.has_pairs:
+        meetings = PairMeetings(here, count, outer, transport, told)
+        pairing = Pairing(meetings, steps_of(parallel), steps, keeps, eval_every)
+        return IslandsRunner(islands, count, pairing, waits_for)
+    of_all = IslandMeetings(here, count, outer, transport, told)
+    streaming = Streaming(of_all, chunks[0].model, parallel, steps, keeps)
     return IslandsRunner(islands, count, streaming, waits_for)

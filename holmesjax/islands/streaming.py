@@ -43,8 +43,9 @@ class Streaming:
     ):
         self.meetings, self._last = meetings, last
         self._steps, self._share = steps_of(parallel), parallel.global_share
-        self._layers = list(layers(model))
+        self._layers, self._is_late = list(layers(model)), parallel.outer_rule.is_late
         self._keeps = None if are_equal_after_meetings(parallel) else keeps
+        self.square_spread: float | None = None  # of islands whose weights differ after meetings
         self._flying: tuple[Flight, Round] | None = None
         self.global_weights: Arrays = {}  # of the island that keeps them, after what has landed
 
@@ -63,9 +64,15 @@ class Streaming:
             None where others have, or nobody. What was on its way lands at once where it would
             land after other steps than those of this run.
         """
-        if not all(state.outer for island in states.values() for state in island):
-            states = self.meetings.begin(states)
-        if written and (flight := written.in_flight(done)):
+        states = self.meetings.begin(states)
+        if self._is_late:  # what lands in the next meeting
+            every = self._steps.every
+            late = Flight(0, done, done - done % every + every)
+            again = self.meetings.send_again(
+                states, done, self.meetings.names, range(self.meetings.count)
+            )
+            self._flying = late, again
+        elif written and (flight := written.in_flight(done)):
             names = self._names(flight, written)
             everybody = range(self.meetings.count)
             self._flying = flight, self.meetings.send_again(states, flight.begun, names, everybody)
@@ -95,6 +102,8 @@ class Streaming:
         After the last step all parameters meet, and no island keeps a share of its own.
         """
         flight = self._steps.begins(step)
+        if self._is_late and (flight is not None or step == self._last):
+            return self._turn(states, step)
         states = self._go_on(states, step, lands=step == self._last or flight is not None)
         if step == self._last:
             return self._meet(states, step, self.meetings.names, 1.0)
@@ -104,6 +113,22 @@ class Streaming:
                 return self._meet(states, step, names, self._share)
             meeting = self.meetings.send(states, step, names, in_background=True)
             self._flying = flight, meeting
+        return states
+
+    def _turn(self, states: States, step: int) -> States:
+        """The states after a meeting of a late rule: islands send, and what was sent before lands.
+
+        In the last step all lands.
+        """
+        assert self._flying is not None, "a meeting is always under way"
+        is_last, names = step == self._last, self.meetings.names
+        meeting = self.meetings.send(states, step, names, in_background=not is_last)
+        states = self.settle(states)
+        before, self._flying = self._flying[1], None
+        states = self._land(before, states, 1.0, meeting)
+        if is_last:
+            return self._land(meeting, self.meetings.merge(meeting, states), 1.0)
+        self._flying = Flight(0, step, step + self._steps.every), meeting
         return states
 
     def settle(self, states: States) -> States:
@@ -129,8 +154,10 @@ class Streaming:
         meeting = self.meetings.send(states, step, names)
         return self._land(meeting, self.meetings.merge(meeting, states), share)
 
-    def _land(self, meeting: Round, states: States, share: float) -> States:
-        states, landed = self.meetings.land(meeting, states, share)
+    def _land(
+        self, meeting: Round, states: States, share: float, following: Round | None = None
+    ) -> States:
+        states, landed = self.meetings.land(meeting, states, share, following)
         if self._keeps is not None:
             self.global_weights.update(landed.get(self._keeps, {}))
         return states

@@ -69,14 +69,16 @@ class MeetingSteps:
 
 
 def steps_of(parallel: ParallelConfig) -> MeetingSteps:
-    """The steps after which the islands of a run meet."""
-    return MeetingSteps(
-        every=parallel.meets_every, fragments=parallel.fragments or 1, delay=parallel.delay or 0
-    )
+    """The steps after which the islands of a run meet: a late rule has a delay of one round."""
+    every = parallel.meets_every
+    delay = every if parallel.outer_rule.is_late else parallel.delay or 0
+    return MeetingSteps(every=every, fragments=parallel.fragments or 1, delay=delay)
 
 
 def are_equal_after_meetings(parallel: ParallelConfig) -> bool:
     """Whether all islands have the global weights after each meeting, and so for validations."""
+    if parallel.outer_rule.rule != "nesterov":
+        return parallel.outer_rule.rule == "co2"
     steps = steps_of(parallel)
     return steps.fragments == 1 and not steps.delay and parallel.global_share == 1.0
 

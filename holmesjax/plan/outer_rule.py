@@ -1,7 +1,9 @@
-"""The outer rule: what islands do with their weights when they meet. Does not import JAX.
+"""The outer rules: what islands do with their weights when they meet. Does not import JAX.
 
 DiLoCo (arXiv 2311.08105) takes a step of Nesterov's momentum along the mean difference between the
-global weights and those of the islands. The functions work for NumPy and for JAX.
+global weights and those of the islands. CO2 (arXiv 2401.16265) takes such a step one round late.
+With eager updates (arXiv 2502.12996) an island takes its own part of it at once. NoLoCo is in
+`gossip`. The functions work for NumPy and for JAX.
 """
 
 import math
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 from holmesjax.config import ModelConfig, OuterConfig
 from holmesjax.layer_specs.model_layers import layers
+from holmesjax.plan.codecs import codec_of
 
 
 def trained_sizes(model: ModelConfig) -> dict[str, int]:
@@ -58,15 +61,118 @@ def outer_step(
       weights: the global weights of the meeting before.
       momentum: of the meeting before; zeros at first.
     """
-    mean = island_weights[0]
-    for of_island in island_weights[1:]:
-        mean = mean + of_island
-    mean = mean / len(island_weights)
+    mean = mean_of(island_weights)
     difference = weights - mean
-    after = outer.momentum * momentum + difference
+    after = outer.decay * momentum + difference
     ahead = after if outer.nesterov else momentum
-    kept, pushed = 1.0 - outer.rate, outer.rate * outer.momentum
+    kept, pushed = 1.0 - outer.rate, outer.rate * outer.decay
     return mean + kept * difference - pushed * ahead, after
+
+
+def mean_of(arrays: Sequence[Any]) -> Any:
+    """The mean of arrays, added in their order."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total / len(arrays)
+
+
+def stepped(outer: OuterConfig, difference: Any, momentum: Any) -> tuple[Any, Any]:
+    """The step along a difference and the momentum after it, by the rule of DiLoCo.
+
+    Args:
+      outer: as `outer_step` takes it.
+      difference: of the global weights to the mean of the islands, or a part of it.
+      momentum: before.
+    """
+    after = outer.decay * momentum + difference
+    ahead = difference + outer.decay * after if outer.nesterov else after
+    return outer.rate * ahead, after
+
+
+def late_step(
+    outer: OuterConfig, difference: Any, weights: Any, before: Any, momentum: Any
+) -> tuple[Any, Any]:
+    """The global weights and the momentum of CO2 after the difference of the round before has come.
+
+    The momentum is clipped. The step is shortened by its staleness gap: how far the weights have
+    moved since those that the difference is of, in units of the clip. Clip, units and penalty are
+    ours; the paper's are not known here.
+
+    Args:
+      outer: the rate, the momentum, the clip and the penalty.
+      difference: of the weights `before` to the mean of the islands that began with them.
+      weights: the global weights, with which the islands are under way.
+      before: the global weights of the round before.
+      momentum: of the round before; zeros at first.
+    """
+    most = outer.largest
+    after = (outer.decay * momentum + difference).clip(-most, most)
+    gap = 1.0 + (outer.shortens / most) * abs(weights - before)
+    return weights - outer.rate * after / gap, after
+
+
+def owner_step(
+    outer: OuterConfig, sent: Sequence[Any], weights: Any, momentum: Any, before: Any
+) -> tuple[Any, Any]:
+    """The global weights and the momentum of what an owner has after a meeting, by the rule.
+
+    Args:
+      outer: the rule.
+      sent: what each island has sent, in the order of the islands: weights, or encoded differences.
+      weights: the global weights.
+      momentum: before.
+      before: the global weights of the meeting before the last, which CO2 needs; else None.
+    """
+    if outer.rule == "nesterov" and sends_weights(outer):
+        return outer_step(outer, sent, weights, momentum)
+    if sends_weights(outer):
+        difference = before - mean_of(sent)
+    else:
+        difference = mean_of(list(map(codec_of(outer).decode, sent)))
+    if outer.rule == "co2":
+        return late_step(outer, difference, weights, before, momentum)
+    step, after = stepped(outer, difference, momentum)
+    return weights - step, after
+
+
+def own_step(outer: OuterConfig, sent: Any, num_islands: int, momentum: Any) -> tuple[Any, Any]:
+    """An island's own part of the next step, which it takes at once, and the momentum of its parts.
+
+    By linearity the steps of eager updates are those of the global weights one round late, and
+    behind them this part, which the next global weights have too.
+
+    Args:
+      outer: the rule.
+      sent: the encoded difference that the island sends.
+      num_islands: of the run.
+      momentum: of its own parts, before.
+    """
+    return stepped(outer, codec_of(outer).decode(sent) / num_islands, momentum)
+
+
+class KeptArrays(NamedTuple):
+    """The arrays that an island keeps between meetings, by their names in the state."""
+
+    owned: tuple[str, ...]  # of the parameters that it owns
+    own: tuple[str, ...]  # of all of its parameters
+
+
+def kept_by(outer: OuterConfig) -> KeptArrays:
+    """The arrays that the islands of a run keep between meetings, float32 all of them.
+
+    >>> kept_by(OuterConfig()), kept_by(OuterConfig(rule="eager", codec="bfloat16")).own
+    (KeptArrays(owned=('weights', 'momentum'), own=()), ('start', 'momentum', 'known'))
+    """
+    owned = {"noloco": ("weights",), "co2": ("weights", "momentum", "before")}
+    known = () if codec_of(outer).is_exact or outer.has_pairs else ("known",)
+    own = ("start", "momentum") if outer.rule in ("noloco", "eager") else ()
+    return KeptArrays(owned.get(outer.rule, ("weights", "momentum")), own + known)
+
+
+def sends_weights(outer: OuterConfig) -> bool:
+    """Whether islands send owners their weights, or else differences: these can be rounded."""
+    return codec_of(outer).is_exact and outer.rule in ("nesterov", "co2")
 
 
 def blend(share: float, own: Any, weights: Any) -> Any:
@@ -82,7 +188,10 @@ class WayBytes(NamedTuple):
 
 
 def way_bytes(
-    sizes: Mapping[str, int], num_islands: int, names: Collection[str] | None = None
+    sizes: Mapping[str, int],
+    num_islands: int,
+    names: Collection[str] | None = None,
+    number_bytes: int = 4,
 ) -> list[WayBytes]:
     """The bytes that each island sends in a meeting, each way.
 
@@ -93,17 +202,39 @@ def way_bytes(
       sizes: numbers of each parameter that trains, by its name.
       num_islands: of the run.
       names: the parameters that meet; None: all.
+      number_bytes: of a number that crosses.
     """
     owner = owners(sizes, num_islands)
     met = {name: n for name, n in sizes.items() if names is None or name in names}
     owned = [sum(n for name, n in met.items() if owner[name] == k) for k in range(num_islands)]
-    return [WayBytes(4 * (sum(met.values()) - n), 4 * n * (num_islands - 1)) for n in owned]
+    total, others = sum(met.values()), num_islands - 1
+    return [WayBytes(number_bytes * (total - n), number_bytes * n * others) for n in owned]
 
 
-def meeting_bytes(sizes: Mapping[str, int], num_islands: int) -> list[int]:
+def meeting_bytes(
+    sizes: Mapping[str, int], num_islands: int, outer: OuterConfig | None = None
+) -> list[int]:
     """The bytes that each island sends in a meeting of all parameters: as many as it receives.
 
     >>> meeting_bytes({"a": 3, "b": 3}, 2)
     [24, 24]
+    >>> meeting_bytes({"a": 3, "b": 3}, 3, OuterConfig(rule="noloco", codec="bfloat16"))
+    [36, 36, 36]
+
+    Args:
+      sizes: numbers of each parameter that trains, by its name.
+      num_islands: of the run.
+      outer: the rule of the meetings; None: that of DiLoCo, in float32. In pairs, where one island
+        of an odd number sits out, it sends nothing in that meeting.
     """
-    return [sum(ways) for ways in way_bytes(sizes, num_islands)]
+    outer = outer or OuterConfig()
+    num_bytes = codec_of(outer).num_bytes
+    if outer.has_pairs:
+        of_pair = pair_bytes(sum(sizes.values()), outer) if num_islands > 1 else 0
+        return [of_pair] * num_islands
+    return [sum(ways) for ways in way_bytes(sizes, num_islands, number_bytes=num_bytes)]
+
+
+def pair_bytes(numbers: int, outer: OuterConfig) -> int:
+    """The bytes that one of a pair sends: its difference by the codec, slow weights in float32."""
+    return numbers * (codec_of(outer).num_bytes + 4)

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,8 @@ class MeetingCost:
     hidden_s: float = 0.0  # of these, while steps go on; all islands wait in the rest
     fragments: int = 1  # that meet in turn
     delay: int = 0  # steps from the begin of a fragment's meeting to its end
+    rule: str = "nesterov"  # `parallel.outer.rule`
+    codec: str = "float32"  # of what crosses
 
     @property
     def exposed_s(self) -> float:
@@ -283,9 +285,10 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("pipes", "queues", "idle_because", "recomputed_layers", "islands", "meeting"):
         if not values[name]:
             del values[name]  # so a plan without any has the hash that it always had
-    for name, plain in (("hidden_s", 0.0), ("fragments", 1), ("delay", 0)):
-        if values.get("meeting", {}).get(name) == plain:
-            del values["meeting"][name]
+    of_meeting = values.get("meeting", {})
+    for one in fields(MeetingCost):
+        if of_meeting.get(one.name) == one.default:
+            del of_meeting[one.name]
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
             del stage["sequence_parallel"]
@@ -478,10 +481,18 @@ def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: 
         waits = f"{late}, {waits}"
     if meeting.fragments > 1:
         texts[-1] += f" in {meeting.fragments} fragments"
+    if meeting.codec != "float32":
+        texts[-1] += f" as {meeting.codec}"
+    if meeting.rule != "nesterov":
+        texts[-1] += f" by the rule {meeting.rule}"
+    pairs = ["  pairs     random ones meet, and none of more than two"]
+    if len(plan.islands) % 2:
+        pairs[0] += "; one island sits out each meeting, and sends nothing in it"
     lines = [
         f"plan {plan.hash()}: {_count(len(plan.islands), 'island')}, which train on their own and "
         f"meet every {_count(meeting.every, 'step')}, on topology {plan.topology}",
         f"  meeting   islands send {', '.join(texts)}, {waits}",
+        *(pairs if meeting.rule == "noloco" else ()),
         f"  step      {show(plan.step_time_s, 's')} predicted: {show(exposed_s, 's')} of it "
         "for the meeting, the rest in the slowest island",
     ]

@@ -13,7 +13,7 @@ from holmesjax.costs.optimizer_state import saved_bytes
 from holmesjax.files import places
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan import partners
-from holmesjax.plan.outer_rule import owner_of, trained_sizes
+from holmesjax.plan.outer_rule import kept_by, owner_of, trained_sizes
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology.machines import FABRICS, Topology
@@ -23,7 +23,7 @@ DISK_BYTES_PER_S = 1e9
 # What one core encrypts or decrypts, and sends or takes: `benchmarks.transports` at 16 MiB on two
 # virtual cores that serve both ends (docs/security.md).
 TLS_BYTES_PER_S = 0.57e9
-OUTER_BYTES = 8  # of a number of an island's own: the global weight and its momentum, in float32
+FLOAT_BYTES = 4  # of a number that islands keep between meetings
 NAMED = 4  # nodes, in a line
 
 
@@ -52,8 +52,12 @@ def part_bytes(config: Config, plan: Plan) -> list[float]:
     of_meetings: Counter[tuple[int, str]] = Counter()  # by island and layer
     if plan.islands:
         owner, numbers = owner_of(config.model, len(plan.islands)), trained_sizes(config.model)
+        by_rule = kept_by(config.parallel.outer_rule)
         for name, island in owner.items():
-            of_meetings[island, name.partition(".")[0]] += OUTER_BYTES * numbers[name]
+            layer, num_bytes = name.partition(".")[0], FLOAT_BYTES * numbers[name]
+            of_meetings[island, layer] += len(by_rule.owned) * num_bytes
+            for k in range(len(plan.islands)):
+                of_meetings[k, layer] += len(by_rule.own) * num_bytes
     return [
         sum(sizes[layer] + of_meetings[island, layer] for layer in names)
         for island, pipeline in enumerate(plan.pipelines)

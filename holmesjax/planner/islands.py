@@ -13,14 +13,22 @@ from holmesjax.config import Config
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
+from holmesjax.plan.codecs import codec_of
 from holmesjax.plan.meeting_steps import are_equal_after_meetings, fragment_of, steps_of
-from holmesjax.plan.outer_rule import meeting_bytes, owners, trained_sizes, way_bytes
+from holmesjax.plan.outer_rule import (
+    kept_by,
+    meeting_bytes,
+    owners,
+    sends_weights,
+    trained_sizes,
+    way_bytes,
+)
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
-WORDS_BYTES = 8  # of a number that an island owns: its global weight and its momentum, in float32
+WORD_BYTES = 4  # of a number that islands keep, in float32
 
 
 def plan_islands(
@@ -197,16 +205,22 @@ def _outer_bytes(
     """
     sizes = trained_sizes(config.model)
     here = {name: n for name, n in sizes.items() if _layer(name) in stage.layers}
-    found = float(WORDS_BYTES * sum(n for name, n in here.items() if name in owned))
-    steps = steps_of(config.parallel)
+    outer, steps = config.parallel.outer_rule, steps_of(config.parallel)
+    kept, num_bytes = kept_by(outer), codec_of(outer).num_bytes
+    all_here, owned_here = sum(here.values()), sum(n for name, n in here.items() if name in owned)
+    found = float(WORD_BYTES * (len(kept.owned) * owned_here + len(kept.own) * all_here))
+    if outer.has_pairs:  # its difference, and what comes of the other
+        found += all_here * (2 * num_bytes + WORD_BYTES)
+    elif not (steps.delay or sends_weights(outer)):  # its difference
+        found += all_here * num_bytes
     if steps.delay:
         fragments = fragment_of(layers(config.model), steps.fragments)
         loads = Counter[int]()
         for name, n in here.items():
             loads[fragments[_layer(name)]] += n
-        found += 4 * max(loads.values(), default=0) * (1 + 2 * (count - 1) / count)
+        found += num_bytes * max(loads.values(), default=0) * (1 + 2 * (count - 1) / count)
     if keeps and config.train.eval_every and not are_equal_after_meetings(config.parallel):
-        found += 4 * sum(here.values())
+        found += WORD_BYTES * all_here
     return found
 
 
@@ -245,14 +259,17 @@ def _cost(
     """
     steps, sizes, count = steps_of(config.parallel), trained_sizes(config.model), len(names)
     fragments = fragment_of(layers(config.model), steps.fragments)
-    links = _slowest_links(topology, names)
-    seconds = hidden_s = 0.0
-    for number in range(steps.fragments):
+    links, outer = _slowest_links(topology, names), config.parallel.outer_rule
+    sent, seconds, hidden_s = meeting_bytes(sizes, count, outer), 0.0, 0.0
+    if outer.has_pairs:  # at once in both directions
+        pairs = zip(sent, links, strict=False)
+        seconds = max((n / rate + latency_s for n, (rate, latency_s) in pairs), default=0.0)
+    for number in range(0 if outer.has_pairs else steps.fragments):
         met = [name for name in sizes if fragments[_layer(name)] == number]
         ways_s = [
             (there / rate + latency_s, back / rate + latency_s)
             for (there, back), (rate, latency_s) in zip(
-                way_bytes(sizes, count, met), links, strict=False
+                way_bytes(sizes, count, met, codec_of(outer).num_bytes), links, strict=False
             )
         ]
         fragment_s = max((there_s + back_s for there_s, back_s in ways_s), default=0.0)
@@ -264,11 +281,13 @@ def _cost(
         hidden_s += min(behind_s, fragment_s)
     return MeetingCost(
         every=steps.every,
-        bytes=tuple(map(float, meeting_bytes(sizes, count))),
+        bytes=tuple(map(float, sent)),
         seconds=seconds,
         hidden_s=hidden_s,
         fragments=steps.fragments,
         delay=steps.delay,
+        rule=outer.rule,
+        codec=outer.codec,
     )
 
 

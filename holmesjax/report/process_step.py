@@ -17,6 +17,8 @@ Its entries:
     loss, grad_norm, learning_rate, skipped, val_loss     where it knows them
     val_losses     the validation loss of each set, where sets have names
     spike          whether it is one, where the run looks for spikes
+    square_spread  of islands that meet in pairs, of the parameters that are owned here: the mean
+                   over all parameters of the variance over islands; from leaders of stages only
     island         whose numbers these are, where each process has a stage of one
     own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
@@ -50,9 +52,12 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
         }
         known_here.update({**report, **by_layer})
     own = [islands[k] for k in sorted(islands)]
+    squares = [report["square_spread"] for report in reports if "square_spread" in report]
+    spread = {"island_spread": math.sqrt(math.fsum(squares))} if squares else {}
     known: ProcessStep = {}
     for island in own:
         known = {**known, **island}
+    known |= spread
     if len(own) == 1:
         return known
     mean = lambda values: math.fsum(values) / len(own)

@@ -12,14 +12,14 @@ number of replicas can read them; inside, each replica computes by itself.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from holmesjax.config import KernelsConfig, ModelConfig
+from holmesjax.config import KernelsConfig, ModelConfig, OuterConfig
 from holmesjax.costs import work
 from holmesjax.costs.expert_exchange import has_experts
 from holmesjax.costs.parameters import unsent_numbers
@@ -40,9 +40,8 @@ from holmesjax.optimizers.optimizer import Optimizer, State
 from holmesjax.parallel import collectives, platforms, sharding
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.runtime import coded_weights, layer_statistics, spikes, weight_average
+from holmesjax.runtime.outer_state import Outer, Tree
 from holmesjax.runtime.weight_average import Average
-
-Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 
 
 class Dtypes(NamedTuple):
@@ -75,18 +74,6 @@ def kept_leaves(tree: Tree, is_kept: Callable[[str], bool]) -> Tree:
         }
 
     return kept("", tree)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Outer:
-    """The state of an island between meetings, of what it owns: float32, cut as masters.
-
-    Both trees have a dict for each layer of the chunk, also for one of which it owns nothing.
-    """
-
-    weights: Tree  # the global weights after the last meeting
-    momentum: Tree
 
 
 @jax.tree_util.register_dataclass
@@ -133,6 +120,7 @@ class Chunk:
     island: int | None = None  # whose plan `plan` is, in a run with islands
     before: int = 0  # chunks of the islands before it
     islands: tuple[tuple[str, ...], ...] = ()  # the clusters of each island of the run
+    outer: OuterConfig = field(default_factory=OuterConfig)  # the rule by which islands meet
 
     @property
     def number(self) -> int:

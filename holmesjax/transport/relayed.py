@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holmesjax.errors import HolmesError
 from holmesjax.transport import addresses, connections, records
 from holmesjax.transport.connections import Connection
-from holmesjax.transport.relay_messages import RelayWelcome, Ticket, relay_key
+from holmesjax.transport.relay_messages import RelayWelcome, Role, Ticket, relay_key
 
 CALL_S = 10.0  # for the relay to answer
 

@@ -33,7 +33,8 @@ def saved(run_dir, step):
 def assert_same_runs(one, other, streams=False):
     """Both runs have the same bits between two meetings and at their end, and the same numbers.
 
-    If fragments stream, how many bytes come while which step goes on is chance.
+    If fragments stream, how many bytes come while which step goes on is chance. Pairs that go on
+    from a checkpoint have the mean in it, whose bytes they do not send again.
     """
     for step in (3, 7):
         assert saved(one, step) == saved(other, step)
@@ -61,6 +62,46 @@ def test_a_process_is_killed_and_the_bits_are_those_of_one_process(tmp_path):
     one = [*settings, f"run.dir={tmp_path / 'one'}"]
     Trainer(run_file, one, io.StringIO()).run()
     assert_same_runs(tmp_path / "run", tmp_path / "one", streams=True)
+
+
+RULES = [
+    pytest.param("{rule: noloco}", marks=pytest.mark.exhaustive),
+    pytest.param("{rule: co2}", marks=pytest.mark.exhaustive),
+    pytest.param("{rule: eager, codec: bfloat16}", marks=pytest.mark.exhaustive),
+    pytest.param("{rule: nesterov, codec: bfloat16}", marks=pytest.mark.exhaustive),
+]
+
+
+def test_pairs_of_processes_have_the_bits_of_one_process(tmp_path):
+    """Three islands, of which one sits out each meeting."""
+    assert_bits_of_one_process(tmp_path, "{rule: noloco, codec: bfloat16}", kills=False)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_have_the_bits_of_one_process_whoever_is_killed(tmp_path, rule):
+    assert_bits_of_one_process(tmp_path, rule, kills=True)
+
+
+def assert_bits_of_one_process(tmp_path, rule, kills):
+    run_file = write_run(tmp_path, dict.fromkeys("abc", (1,)))
+    settings = [*SETTINGS, "train.global_batch=12", f"parallel.outer={rule}"]
+    settings += ["model.num_layers=1"]
+    words = [run_file, "--launcher", "local", "--max-restarts", 1, *settings]
+    with RunningJob(*words, env=compiling_once(tmp_path)) as job:
+        if kills:
+            job.until("step 4/")
+            os.kill(job.workers()[1], signal.SIGKILL)
+        assert job.end() == 0, job.output
+    assert ("starting again" in job.output) == kills
+    one = [*settings, f"run.dir={tmp_path / 'one'}"]
+    Trainer(run_file, one, io.StringIO()).run()
+    late = "co2" in rule or "eager" in rule
+    assert_same_runs(tmp_path / "run", tmp_path / "one", streams=late or kills)
+    if "noloco" in rule:
+        records = (metrics.read(tmp_path / name) for name in ("run", "one"))
+        spreads = [[x["island_spread"] for x in of if "island_spread" in x] for of in records]
+        np.testing.assert_allclose(*spreads, rtol=1e-5)
+        assert min(spreads[0]) > 0
 
 
 @pytest.mark.exhaustive

@@ -15,6 +15,7 @@ from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer, IslandsRunner
+from holmesjax.plan.outer_rule import trained_sizes
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.islands import island_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
@@ -118,6 +119,35 @@ def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bit
     cut.close()
     Trainer(tmp_path / "cut", longer, io.StringIO()).run()
     assert saved(tmp_path / "cut", 13) == saved(tmp_path / "whole", 13)
+
+
+@pytest.mark.parametrize("rule", ["noloco", "eager"])
+def test_a_run_of_another_rule_goes_on_to_the_same_bits(tmp_path, rule):
+    """It meets after 2, 4 and 5 steps, and stops after 3; then others go on from the mean."""
+    outer = {"rule": rule, "codec": "bfloat16"}
+    settings = {**ISLANDS, "model.num_layers": 1, "parallel.outer": outer, "train.eval_every": 4}
+    whole, cut = (trainer(tmp_path / name, **settings) for name in ("whole", "cut"))
+    whole.run()
+    for _ in range(3):
+        cut.step()
+    cut.close()
+    assert_priced_as_written(tmp_path / "cut")
+    shutil.copytree(tmp_path / "cut", tmp_path / "others")
+    again = Trainer(tmp_path / "cut", stream=io.StringIO())
+    again.run()
+    assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
+    assert again.history[-1]["val_loss"] == whole.history[-1]["val_loss"]
+    written = arrays_of(tmp_path / "others", 3)
+    settings["parallel.outer"] = {"rule": "nesterov"}
+    with trainer(tmp_path / "others", **settings) as others:
+        said = "islands of another rule have written it; those here begin with the global weights"
+        others.run()
+    assert said in others._stream.getvalue()
+    if rule == "noloco":
+        name = "embed.token_VD"
+        slow = [written[f"island_{k}.outer.own.start.{name}"] for k in (0, 1)]
+        mean = np.mean(slow, axis=0, dtype=np.float64)
+        np.testing.assert_allclose(written[f"params.{name}"], mean, rtol=0, atol=1e-7)
 
 
 def go_on_with_others(folder):
@@ -243,6 +273,28 @@ def test_the_plan_prices_what_steps_hide():
     assert "fragments, 4 late" in found[0].what
 
 
+def test_the_plan_says_each_rule():
+    """Its memory, bytes and seconds; and an odd number of islands says who sits out."""
+    two = lambda **outer: job.load(RUN, {**SMALL, **ISLANDS, "parallel.outer": outer})
+    plain, pairs, late = two(), two(rule="noloco"), two(rule="co2", codec="bfloat16")
+    numbers = sum(trained_sizes(plain.config.model).values())
+    assert plain.plan.hash() == job.load(RUN, {**SMALL, **ISLANDS}).plan.hash()
+    memory = lambda planned: sum(s.memory_bytes["outer"] for s in planned.plan.stages)
+    assert memory(plain) == 8 * numbers
+    assert memory(pairs) == 4 * numbers + 2 * (8 + 12) * numbers
+    assert memory(late) == 12 * numbers + 2 * (4 + 2 * 2) * numbers
+    assert pairs.plan.meeting.bytes == (8 * numbers,) * 2
+    assert sum(late.plan.meeting.bytes) == sum(plain.plan.meeting.bytes) / 2
+    link = pairs.topology.boundary_link("ib-0", "roce-0")
+    one_way_s = 8 * numbers / link.bandwidth_bytes_per_s + link.latency_s
+    assert pairs.plan.meeting.seconds == pytest.approx(one_way_s)
+    assert late.plan.meeting.exposed_s == pytest.approx(0.0, abs=1e-9)
+    assert Plan.from_json(late.plan.to_json()) == late.plan
+    text = "\n".join(late.describe())
+    assert "as bfloat16 by the rule co2" in text
+    assert "random ones meet, and none of more than two" in "\n".join(pairs.describe())
+
+
 def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():
     """Without meetings fewer layers would, as many as fill the memory."""
     clusters = [make_cluster(name, "infiniband", (1,), memory_gib=5.0) for name in ("a", "b")]
@@ -294,6 +346,20 @@ REFUSED = {
     "parallel.blend: is only for": {"parallel.across": "pipeline", "parallel.blend": 0.5},
     "parallel.blend": {"parallel.blend": 0.0},
     "parallel.outer.momentum": {"parallel.outer": {"momentum": 1.0}},
+    "parallel.outer.clip: is only for": {"parallel.outer": {"clip": 0.5}},
+    "parallel.delay: cannot be set with parallel.outer.rule: eager": {
+        "parallel.outer": {"rule": "eager"},
+        "parallel.delay": 1,
+    },
+    "parallel.fragments: cannot be set": {
+        "parallel.outer": {"rule": "noloco"},
+        "parallel.fragments": 2,
+    },
+    "parallel.outer.momentum: must be less than": {
+        "parallel.outer": {"rule": "noloco", "momentum": 0.8},
+    },
+    "parallel.outer.pull: must lie between": {"parallel.outer": {"rule": "noloco", "pull": 1.6}},
+    "parallel.outer.codec": {"parallel.outer": {"codec": "int3"}},
     "island 0: cannot share the token table": {
         "model.tied_embeddings": True,
         "parallel.stages": 2,

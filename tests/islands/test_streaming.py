@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.meeting_steps import fragment_of, steps_of
 from holmesjax.plan.outer_rule import meeting_bytes
 from tests.diloco import diloco
-from tests.drawn_islands import CUTS, islands_of, numbers, states_of
+from tests.drawn_islands import CUTS, islands_of, noise, numbers, states_of, with_arrays
 from tests.hand_made_plans import make_model
 
 LAST, MIDDLE = 13, 7
@@ -61,19 +60,6 @@ class Islands:
     def outer(self, what):
         own = [numbers(self.states[k], lambda s: getattr(s.outer, what)) for k in (0, 1)]
         return own[0] | own[1]
-
-
-def with_arrays(state, new):
-    named = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(new(".".join(p.key for p in path), x), x.sharding),
-        state.params,
-    )
-    return type(state)(named, {}, {}, outer=state.outer)
-
-
-def noise(step, island, name, x):
-    rng = np.random.default_rng([step, island, *name.encode()])
-    return 0.1 * rng.normal(size=x.shape).astype(np.float32)
 
 
 def by_the_rule(parallel, weights):
@@ -175,7 +161,7 @@ def test_a_checkpoint_tells_what_is_on_its_way():
         if session != before:  # it lands at once, or other islands go on from global weights
             flying, before = None, session
         steps, clusters = session
-        since = island_states.since(checkpoint, clusters, steps)
+        since = island_states.since(checkpoint, clusters, steps, NESTEROV)
         last = done + rng.randrange(1, 12)
         stop = rng.choice([last, rng.randrange(done + 1, last + 1)])
         for step in range(done + 1, stop + 1):
@@ -184,7 +170,7 @@ def test_a_checkpoint_tells_what_is_on_its_way():
                 flying = steps.begins(step) or flying
         done = stop
         checkpoint = checkpoint_of(done, last, steps, clusters, since)
-        assert island_states.meeting_steps(checkpoint, clusters).in_flight(done) == flying
+        assert island_states.meeting_steps(checkpoint, clusters, NESTEROV).in_flight(done) == flying
         counted[flying is not None] += 1
     assert min(counted.values()) > 50
 

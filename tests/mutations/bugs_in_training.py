@@ -63,6 +63,14 @@ TRAINING = (
         ),
     ),
     Bug(
+        name="pairs-push-each-other-away",
+        module="holmesjax.plan.gossip",
+        old="0.5 * outer.pulls * (slow - of_other)",
+        new="0.5 * outer.pulls * (of_other - slow)",
+        wrong="islands of a pair drift apart",
+        tests=("tests/islands/test_rules.py::test_the_rules_are_those_of_papers",),
+    ),
+    Bug(
         name="weight-of-a-choice-left-out",
         module="kernels.experts",
         old="hidden_SF = _activate(static, inner) * weight_S[:, None]",
