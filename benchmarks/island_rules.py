@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Training:
         return self._text[starts[..., None] + np.arange(length)]
 
 
-def rounds(outer: OuterConfig, first: jax.Array) -> Iterator[Any]:
+def rounds(outer: OuterConfig, first: jax.Array) -> Generator[Any, Any, None]:
     """Takes the step and the weights of all islands; gives new ones, and the global weights.
 
     The global weights are those after the last round if the training ended there.
