@@ -55,7 +55,7 @@ def saved_name(chunk: Chunk, key: str) -> str:
     With islands, `params` are the global weights, which their owners have; all else but what does
     not train is of one island.
     """
-    if chunk.island is None or key.startswith("outer.momentum."):
+    if chunk.island is None or key.startswith(("outer.momentum.", "outer.rounds.")):
         return key
     if key.startswith("outer.weights."):
         return key.replace("outer.weights.", "params.", 1)
@@ -116,10 +116,27 @@ def _average_shapes(params: Any) -> Average:
 def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
     """Raises as `_check_arrays` unless all islands that have written it have such a state."""
     wanted: dict[str, Any] = {"outer": {"momentum": state.params}}
+    if not _has_momentum(checkpoint):
+        wanted = {}
     for k, _ in enumerate(island_states.written(checkpoint)):
         own = ChunkState(state.params, state.opt_state, state.fixed if k else {})
         wanted[f"island_{k}"] = own
     _check_arrays(checkpoint, wanted)
+
+
+def _rounds(checkpoint: Checkpoint, chunk: Chunk) -> Any:
+    """How far an island was that is a job of its own, by layer; none of other islands."""
+    arrays = checkpoint.manifest["arrays"]
+    whole = jax.sharding.NamedSharding(chunk.mesh, jax.sharding.PartitionSpec())
+    shape = jax.ShapeDtypeStruct((4,), "int32", sharding=whole)
+    names = [layer for layer in chunk.layers if f"outer.rounds.{layer}" in arrays]
+    wanted = {"outer": {"rounds": dict.fromkeys(names, shape)}}
+    return _restore_tree(checkpoint, wanted)["outer"]["rounds"]
+
+
+def _has_momentum(checkpoint: Checkpoint) -> bool:
+    """Whether it has the momentum of meetings: that of islands apart is in their mailbox."""
+    return any(key.startswith("outer.momentum.") for key in checkpoint.manifest["arrays"])
 
 
 def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
@@ -137,7 +154,7 @@ def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
         name_of = lambda key: f"island_{found[0]}.{key}"
         params = _restore_tree(checkpoint, {"params": shapes.params}, name_of)["params"]
         owned = _owned(chunk, shapes.params)
-        outer = Outer(*_global(checkpoint, owned))
+        outer = Outer(*_global(checkpoint, owned), _rounds(checkpoint, chunk))
     else:
         weights, momentum = _met_once_more(checkpoint, shapes.params)
         params = jax.tree.map(jnp.copy, weights)
@@ -159,6 +176,8 @@ def _owned(chunk: Chunk, tree: Any) -> Any:
 def _global(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     """The global weights and the momentum of meetings."""
     weights = _restore_tree(checkpoint, {"params": shapes})["params"]
+    if not _has_momentum(checkpoint):
+        return weights, jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), weights)
     return weights, _restore_tree(checkpoint, {"outer": {"momentum": shapes}})["outer"]["momentum"]
 
 

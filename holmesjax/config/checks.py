@@ -126,6 +126,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         island_checks.settings_are_for_islands,
         island_checks.clusters_are_of_one_island,
         island_checks.fragments_meet_in_turn,
+        island_checks.mailbox_has_its_settings,
     ),
     ("optimizer",): (
         training_checks.optimizer_is_possible,

@@ -22,6 +22,7 @@ from holmesjax.config import Schedule
 from holmesjax.errors import PlanError, raise_if_passing
 from holmesjax.files import json_text, regular_files
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
+from holmesjax.plan.mailbox_cost import MailboxCost
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
 from holmesjax.schedules.tasks import Task
@@ -102,6 +103,7 @@ class MeetingCost:
     hidden_s: float = 0.0  # of these, while steps go on; all islands wait in the rest
     fragments: int = 1  # that meet in turn
     delay: int = 0  # steps from the begin of a fragment's meeting to its end
+    mailbox: MailboxCost | None = None  # where islands meet through one, and wait for nobody
 
     @property
     def exposed_s(self) -> float:
@@ -286,6 +288,8 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     for name, plain in (("hidden_s", 0.0), ("fragments", 1), ("delay", 0)):
         if values.get("meeting", {}).get(name) == plain:
             del values["meeting"][name]
+    if "meeting" in values and values["meeting"]["mailbox"] is None:
+        del values["meeting"]["mailbox"]
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
             del stage["sequence_parallel"]
@@ -470,6 +474,8 @@ def describe(
 
 def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: bool) -> list[str]:
     assert plan.meeting is not None, "islands have a meeting"
+    if plan.meeting.mailbox:
+        return _describe_apart(plan, plan.meeting.mailbox, kind_of, is_pinned)
     meeting, texts = plan.meeting, [show(sent, "B") for sent in plan.meeting.bytes]
     exposed_s = meeting.exposed_s / meeting.every
     waits = f"and all wait {show(meeting.exposed_s, 's')}"
@@ -488,6 +494,28 @@ def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: 
     for number, island in enumerate(plan.islands):
         own = describe(island, kind_of, is_pinned=is_pinned)
         lines += [f"  island {number}, {own[0]}", *(f"  {line}" for line in own[1:])]
+    return lines
+
+
+def _describe_apart(
+    plan: Plan, cost: MailboxCost, kind_of: Mapping[str, str] | None, is_pinned: bool
+) -> list[str]:
+    """The lines of islands that meet through a mailbox, all of them or one."""
+    assert plan.meeting is not None, "islands have a meeting"
+    count = len(plan.islands)
+    who = "an island that is a job of its own" if count == 1 else f"{count} islands, each a job"
+    lines = [
+        f"plan {plan.hash()}: {who}, and sends to a mailbox every "
+        f"{_count(plan.meeting.every, 'step')}, on topology {plan.topology}",
+        f"  mailbox   in a round each sends {show(cost.sent, 'B')} and receives "
+        f"{show(cost.received, 'B')} in {_count(cost.requests, 'request')}, while steps go on",
+        f"            who merges sends {show(cost.merge_sent, 'B')} more, and receives "
+        f"{show(cost.merge_received, 'B')} in {_count(cost.merge_requests, 'request')}",
+    ]
+    for number, island in enumerate(plan.islands):
+        own = describe(island, kind_of, is_pinned=is_pinned)
+        name = f"island {number}, " if count > 1 else ""
+        lines += [f"  {name}{own[0]}", *(f"  {line}" for line in own[1:])]
     return lines
 
 

@@ -23,6 +23,7 @@ DISK_BYTES_PER_S = 1e9
 # What one core encrypts or decrypts, and sends or takes: `benchmarks.transports` at 16 MiB on two
 # virtual cores that serve both ends (docs/security.md).
 TLS_BYTES_PER_S = 0.57e9
+STANDING_BYTES = 16  # of a layer, where an island is a job of its own (`islands.landing`)
 OUTER_BYTES = 8  # of a number of an island's own: the global weight and its momentum, in float32
 NAMED = 4  # nodes, in a line
 
@@ -50,7 +51,13 @@ def part_bytes(config: Config, plan: Plan) -> list[float]:
         for name, kind in layers(config.model).items()
     }
     of_meetings: Counter[tuple[int, str]] = Counter()  # by island and layer
-    if plan.islands:
+    if config.parallel.is_mailbox:
+        for island, _ in enumerate(plan.islands):
+            of_meetings += {(island, layer): STANDING_BYTES for layer in layers(config.model)}
+        for name, count in trained_sizes(config.model).items():
+            for island, _ in enumerate(plan.islands):  # the momentum is in the mailbox
+                of_meetings[island, name.partition(".")[0]] += OUTER_BYTES // 2 * count
+    elif plan.islands:
         owner, numbers = owner_of(config.model, len(plan.islands)), trained_sizes(config.model)
         for name, island in owner.items():
             of_meetings[island, name.partition(".")[0]] += OUTER_BYTES * numbers[name]

@@ -18,6 +18,7 @@ Its entries:
     val_losses     the validation loss of each set, where sets have names
     spike          whether it is one, where the run looks for spikes
     island         whose numbers these are, where each process has a stage of one
+    round          the newest that has landed on an island that is a job of its own
     own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
     expert_peaks   by layer, the load of the fullest device over the mean: if experts lay by number,

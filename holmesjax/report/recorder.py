@@ -204,7 +204,7 @@ class Recorder:
             **known.get("auxiliary", {}),
             "link_bytes": _sum_by_link(report["link_bytes"] for report in reports),
         }
-        for name in ("val_loss", "val_losses", STEPS, LOADS, "expert_peaks"):
+        for name in ("val_loss", "val_losses", "round", STEPS, LOADS, "expert_peaks"):
             if name in known:
                 record[name] = known[name]
         if memory := {

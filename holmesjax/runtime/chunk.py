@@ -12,7 +12,7 @@ number of replicas can read them; inside, each replica computes by itself.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +86,10 @@ class Outer:
     """
 
     weights: Tree  # the global weights after the last meeting
-    momentum: Tree
+    momentum: Tree  # none where islands meet through a mailbox, which has it
+    # In a checkpoint of an island that is a job of its own: by layer, the numbers of RoundStanding
+    # (`islands.landing`).
+    rounds: Tree = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
