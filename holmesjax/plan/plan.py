@@ -503,9 +503,9 @@ def _describe_apart(
     """The lines of islands that meet through a mailbox, all of them or one."""
     assert plan.meeting is not None, "islands have a meeting"
     count = len(plan.islands)
-    who = "an island that is a job of its own" if count == 1 else f"{count} islands, each a job"
+    who = "an island," if count == 1 else f"{count} islands, each"
     lines = [
-        f"plan {plan.hash()}: {who}, and sends to a mailbox every "
+        f"plan {plan.hash()}: {who} a job of its own, which sends to a mailbox every "
         f"{_count(plan.meeting.every, 'step')}, on topology {plan.topology}",
         f"  mailbox   in a round each sends {show(cost.sent, 'B')} and receives "
         f"{show(cost.received, 'B')} in {_count(cost.requests, 'request')}, while steps go on",
