@@ -519,6 +519,10 @@ def load(
         loading.load(topology_path, what_if)
     clusters = [cluster.name for cluster in topology.clusters]
     cluster_paths.check(config, clusters)
+    from holmesjax.planner import island_alone
+
+    config, topology = island_alone.alone(config, topology)
+    clusters = [cluster.name for cluster in topology.clusters]
     _refuse_no_folder(places.folder_of(config.run.dir))
     if reads_data == "process":
         _refuse_absent_devices(config, topology)

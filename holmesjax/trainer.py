@@ -41,6 +41,8 @@ from holmesjax.errors import ConfigError, DamagedError, HolmesError, SpikeError,
 from holmesjax.files import places
 from holmesjax.files.yaml_files import as_overrides
 from holmesjax.hosts import nics
+from holmesjax.islands import rejoining
+from holmesjax.islands.apart import IslandApart
 from holmesjax.job import Job
 from holmesjax.layer_specs.model_layers import forget
 from holmesjax.liveness.helper_process import StoppedError
@@ -49,6 +51,7 @@ from holmesjax.models.own_model import name_of
 from holmesjax.optimizers.optimizer import State
 from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
+from holmesjax.planner import island_alone
 from holmesjax.report import metric_sinks, metrics
 from holmesjax.report.recorder import Recorder
 from holmesjax.report.shown_plan import ShownPlan
@@ -57,7 +60,7 @@ from holmesjax.runtime.chunk import Chunk, Tree
 from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, optimizer_lines
 from holmesjax.runtime.stage_arrays import StageArrays
 from holmesjax.runtime.step_timeout import Progress
-from holmesjax.training_loop import TrainingLoop
+from holmesjax.training_loop import Runner, TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
 
 Record = dict[str, Any]  # of a step, as `metrics.jsonl` has it
@@ -283,6 +286,7 @@ class Trainer:
             yield from self._train(self._lease or own())
 
     def _train(self, lease: Lease) -> Generator[Record | None]:
+        island_alone.refuse_no_island(self.job.config, self.job.topology)
         self.job.refuse_other_nodes()
         numbers = range(len(self.job.plan.stages))
         mirror.open_run(self.job.config.run.dir, lease, self._print)
@@ -331,10 +335,10 @@ class Trainer:
     def _train_from(self, start: resume.Start, lease: Lease) -> Generator[Record | None]:
         began_s, config = time.monotonic(), self.job.config
         done = start.step
-        if done >= config.train.steps:
+        if (going := rejoining.go_on(start, self._print)) is None:
             self.finished = True
-            self._print(*start.finished())
             return
+        start = going
         for line in start.describe():
             self._print(line)
         self._loop = None  # the arrays of an attempt before this
@@ -391,6 +395,7 @@ class Trainer:
                     begins=progress.begin,
                     profiles=self.run_dir / jobs.PROFILES,
                     skipped=start.skipped,
+                    vote=_vote_of(runner, stack),
                     callbacks=self._callbacks,
                     tells_at_once=lambda: self._is_stepwise,
                 ),
@@ -405,11 +410,11 @@ class Trainer:
                 yield dict(recorder.last)
         saves.check(at_end=True)
         self._callbacks.on_saves()
-        self._end(done, recorder, lease)
+        self._end(done, recorder, lease, is_over=loop.is_over)
 
-    def _end(self, done: int, recorder: Recorder, lease: Lease) -> None:
+    def _end(self, done: int, recorder: Recorder, lease: Lease, *, is_over: bool) -> None:
         self.tasks = recorder.tasks
-        self.finished = done >= self.job.config.train.steps
+        self.finished = is_over or done >= self.job.config.train.steps
         if not self.finished:
             self._print(*self.job.unfinished(done))
         lease.check()
@@ -500,3 +505,16 @@ class Trainer:
     def _print(self, *lines: str) -> None:
         for line in lines:
             print(line, file=self._stream, flush=True)
+
+
+def _vote_of(runner: Runner, stack: ExitStack) -> Callable[[], None]:
+    """The function that is called near the end of a step: an island apart looks into its mailbox.
+
+    The mailbox is closed with the stack.
+    """
+    if not isinstance(runner, IslandApart):
+        return lambda: None
+    stack.callback(runner.close)
+    look = lambda: runner.agree(runner.news())
+    look()  # before the first step, too
+    return look

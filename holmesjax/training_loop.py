@@ -22,6 +22,7 @@ from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config
 from holmesjax.data.batches import Batches
 from holmesjax.errors import FatalError, SpikeError
+from holmesjax.islands.apart import IslandApart
 from holmesjax.islands.runner import IslandsRunner
 from holmesjax.layer_specs.model_layers import auxiliary_names
 from holmesjax.report.process_step import ProcessStep
@@ -66,6 +67,7 @@ class _Unread:
     link_bytes: dict[str, int]
     input_wait_s: float
     own: dict[str, Any]  # numbers of callbacks
+    round: int | None = None  # the newest that has landed on an island that is a job of its own
 
 
 @dataclass(kw_only=True)
@@ -179,7 +181,7 @@ class TrainingLoop:
                 self._tell(self._read(unread), following)
 
         meanwhile = OverlappedWork(nearly=self.vote, idle=lambda: tell(timeline))
-        while done < steps and not self.is_stopping():
+        while done < steps and not self.is_stopping() and not self.is_over:
             self.begins("step", done + 1)
             self.callbacks.before_step(done + 1)
             timeline = self.clock.timeline()
@@ -190,7 +192,8 @@ class TrainingLoop:
             done += 1
             own = self.callbacks.after_step(done, metrics)
             link_bytes = self.runner.take_link_bytes()
-            unread = _Unread(done, metrics, timeline, link_bytes, waited_s, own)
+            landed = self.runner.round if isinstance(self.runner, IslandApart) else None
+            unread = _Unread(done, metrics, timeline, link_bytes, waited_s, own, landed)
             if self._is_evaluating(done):
                 report = self._read(unread)
                 began_s = time.perf_counter()
@@ -219,6 +222,11 @@ class TrainingLoop:
         tell()
         if saved != done:
             self._save(done)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended before its last step: islands of their own have all tokens."""
+        return isinstance(self.runner, IslandApart) and self.runner.is_over
 
     def _tell(self, report: ProcessStep, following: Timeline | None) -> None:
         """Tells of a step, unless the step that follows has ended, too.
@@ -279,6 +287,8 @@ class TrainingLoop:
             "learning_rate": float(metrics["learning_rate"]),
             "skipped": bool(metrics["skipped"]),
         }
+        if unread.round is not None:
+            report["round"] = unread.round
         if unread.own:
             report["own"] = _floats(unread.own)
         if "spike" in metrics:

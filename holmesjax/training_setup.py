@@ -21,6 +21,7 @@ from holmesjax.data.batches import INPUTS, Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import DataError
 from holmesjax.islands.agreement import Digests
+from holmesjax.islands.apart import make_apart
 from holmesjax.islands.runner import IslandsRunner, make_islands
 from holmesjax.job import Job
 from holmesjax.layer_specs.kind import BatchArray
@@ -50,10 +51,19 @@ class TrainingSetup:
       chunks: those of this process.
       cluster: whose paths of the data are those of this process.
       has_trained: whether the run had its data before, so that they are waited for.
+      session: of the job, where it has several processes (`islands.apart.make_apart`).
     """
 
-    def __init__(self, job: Job, chunks: Sequence[Chunk], cluster: str, *, has_trained: bool):
-        self._job, self._chunks = job, chunks
+    def __init__(
+        self,
+        job: Job,
+        chunks: Sequence[Chunk],
+        cluster: str,
+        *,
+        has_trained: bool,
+        session: str | None = None,
+    ):
+        self._job, self._chunks, self._session = job, chunks, session
         self._compile_s = 0.0
         self._states: Sequence[ChunkState] = ()  # until the loop has them
         data = cluster_paths.here(job.config.data, cluster)
@@ -78,14 +88,23 @@ class TrainingSetup:
         """Compiles the chunks; the arguments are those of `make_runner` and of `make_islands`."""
         train, began_s = self._job.config.train, time.perf_counter()
         parallel = self._job.config.parallel
-        make = functools.partial(
-            make_islands,
-            parallel=parallel,
-            steps=train.steps,
-            eval_every=train.eval_every,
-            told=told,
-        )
-        runner = (make if self._job.plan.islands else make_runner)(
+        make: Callable[..., Runner] = make_runner
+        if parallel.place:
+            make = functools.partial(
+                make_apart,
+                config=self._job.config,
+                run_dir=self._job.run_dir,
+                session=self._session,
+            )
+        elif self._job.plan.islands:
+            make = functools.partial(
+                make_islands,
+                parallel=parallel,
+                steps=train.steps,
+                eval_every=train.eval_every,
+                told=told,
+            )
+        runner = make(
             self._job.plan,
             self._chunks,
             evaluates=train.eval_every > 0,
@@ -158,7 +177,8 @@ def make_chunks(
     """
     config = job.config
     stated = statements(config.model)
-    tokens = step_tokens(config.train, config.model.context_length)
+    train = _of_schedule(config)
+    tokens = step_tokens(train, config.model.context_length)
     islands = island_states.clusters_of(job.plan)
     return [
         Chunk(
@@ -166,7 +186,7 @@ def make_chunks(
             plan=place.plan,
             index=place.chunk,
             mesh=meshes[place.stage],
-            optimizer=make_optimizer(config.optimizer, config.train.steps, stated, tokens),
+            optimizer=make_optimizer(config.optimizer, train.steps, stated, tokens),
             compute_dtype=config.train.compute_dtype,
             param_dtype=config.train.param_dtype,
             reduction_dtype=config.train.reduction_dtype,
@@ -189,6 +209,15 @@ def make_chunks(
         for place in _places(job.plan)
         if place.stage in meshes
     ]
+
+
+def _of_schedule(config: Config) -> TrainConfig:
+    """The steps and the batches that the learning rate follows: those of all islands."""
+    place, train = config.parallel.place, config.train
+    if place is None:
+        return train
+    whole = train.global_batch * len(place.names)
+    return dataclasses.replace(train, steps=place.steps, global_batch=whole, profile_steps=())
 
 
 class _Place(NamedTuple):

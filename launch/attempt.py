@@ -149,6 +149,7 @@ class Attempt:
         self.exited: dict[int, int] = {}  # process -> status
         self.output: deque[tuple[float, str]] = deque()  # when it came, and the line
         self._leave_by_s = 0.0  # when the launcher is to be gone, once its loop is over
+        self._is_over = False  # whether no step follows, though the run may have more
         self._is_ending = False  # whether a signal comes too late to be told to processes
         self._mirror = mirror.of(self._job.run_dir, say)
         self._retention(say).after_start()
@@ -272,7 +273,7 @@ class Attempt:
             )
             watched.enter_context(self._loop_watch)
             done = self._supervise()
-            is_whole = done >= self._job.config.train.steps
+            is_whole = self._is_over or done >= self._job.config.train.steps
             self._begin_to_leave(0 if is_whole else self._stops.exit_status)
         except SystemExit as end:  # asked to leave at once
             self._begin_to_leave(int(end.code or 0))
@@ -305,7 +306,7 @@ class Attempt:
         for line in self._recorder.summary():
             say(line)
         self._report()
-        if done < self._job.config.train.steps:
+        if done < self._job.config.train.steps and not self._is_over:
             print(*self._job.unfinished(done), sep="\n", flush=True)
             return self._stops.exit_status
         return 0
@@ -397,8 +398,9 @@ class Attempt:
                 self._saves.saved(number, saved)
             case Unsaved() as unsaved:
                 self._saves.unsaved(number, unsaved)
-            case Done(step=step):
+            case Done(step=step, is_over=is_over):
                 self.done[number] = step
+                self._is_over = is_over
             case Stop(signal=signal_number):
                 signalled = signal.Signals(signal_number)
                 console.print(f"{name} was sent {signalled.name}")

@@ -20,10 +20,12 @@ from holmesjax.errors import (
     of_system,
 )
 from holmesjax.hosts import computing
+from holmesjax.islands import rejoining
 from holmesjax.job import Job
 from holmesjax.liveness import lease
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan.processes import make_processes
+from holmesjax.planner import island_alone
 from holmesjax.transport import connections
 from launch.attempt import Attempt, Watch, say
 from launch.launchers.launcher import Launcher, leaving
@@ -85,6 +87,7 @@ class Supervisor:
 
     def _run_owned(self, owner: Lease) -> int:
         job = self._job
+        island_alone.refuse_no_island(job.config, job.topology)
         mirror.open_run(job.config.run.dir, owner, say)
         print(*job.describe(self._pool), *self._describe(), sep="\n", flush=True)
         if self._pool:
@@ -226,9 +229,9 @@ class Supervisor:
         start = resume.find(
             job, self._allow, say, owner=owner, pause=self._wait_to_see, fetches=True
         )
-        if start.step >= job.config.train.steps:
-            print(*start.finished(), sep="\n", flush=True)
+        if (going := rejoining.go_on(start, say)) is None:
             return 0
+        start = going
         for line in start.describe():
             say(line)
         owner.check()

@@ -119,9 +119,7 @@ class Mirror:
             if self.read(name) != content:  # an answer may have been lost, and it was tried again
                 raise
 
-    def _put_file(
-        self, path: Path, name: str, advance: Callable[[], object] = lambda: None
-    ) -> None:
+    def put_file(self, path: Path, name: str, advance: Callable[[], object] = lambda: None) -> None:
         """Copies a file, some blocks in memory at a time; the object appears when it is whole."""
         size = path.stat().st_size
         block = max(BLOCK_BYTES, -(-size // MOST_BLOCKS // 2**18) * 2**18)
@@ -133,7 +131,7 @@ class Mirror:
                 target.write(content)
                 advance()
 
-    def _listed(self, name: str) -> dict[str, int]:
+    def listed(self, name: str) -> dict[str, int]:
         """The objects below a name, as files of the run folder, with their bytes."""
         with self._telling(name):
             try:
@@ -143,7 +141,7 @@ class Mirror:
         first = len(self._root) + 1
         return {path[first:]: int(facts["size"]) for path, facts in found.items()}
 
-    def _remove(self, names: Collection[str]) -> None:
+    def remove(self, names: Collection[str]) -> None:
         with self._telling():
             if names:
                 self._store.rm([self._at(name) for name in names])
@@ -215,7 +213,7 @@ class Mirror:
 
         `starts` has the start that wrote each part; parts that it does not have are not looked for.
         """
-        sizes = self._listed(_folder_of(step))
+        sizes = self.listed(_folder_of(step))
         whole: dict[str, bool] = {}
         for file, facts in files.items():
             if (part := manifest.part_of(file)) not in starts:
@@ -243,8 +241,8 @@ class Mirror:
             raise FileExistsError(errno.EEXIST, "a checkpoint is there", f"{self.url}/{name}")
         starts = {manifest.part_of(file): self.start for file in files}
         for part in starts:  # what a save that was cut has left
-            self._remove(self._listed(stores.name_at_url(step, part, self.start)))
-        put = lambda file: self._put_file(
+            self.remove(self.listed(stores.name_at_url(step, part, self.start)))
+        put = lambda file: self.put_file(
             folder / stores.name_in(step, file),
             stores.name_at_url(step, file, self.start),
             advance,
@@ -272,7 +270,7 @@ class Mirror:
         """Takes a commit back."""
         self._committed.discard(step)
         with contextlib.suppress(FileNotFoundError):
-            self._remove([stores.name_in(step, manifest.MANIFEST)])
+            self.remove([stores.name_in(step, manifest.MANIFEST)])
 
     def _drop(self) -> None:
         """Takes back the commits of damaged checkpoints, whose steps can then be saved again."""
@@ -289,7 +287,7 @@ class Mirror:
                 facts = (folder / name).stat()
                 version = (facts.st_size, facts.st_mtime_ns)
                 if self._published.get(name) != version:
-                    self._put_file(folder / name, name)
+                    self.put_file(folder / name, name)
                     self._published[name] = version
 
     def follow(
@@ -343,13 +341,13 @@ class Mirror:
         for step in self._steps():
             if step in steps or step > last:
                 continue
-            name, there = stores.name_in(step, manifest.MANIFEST), self._listed(_folder_of(step))
+            name, there = stores.name_in(step, manifest.MANIFEST), self.listed(_folder_of(step))
             if step < max(steps) or name not in there:
                 superfluous.append((name, there))
         self.check()  # behind the lists: a later start has written nothing that is in them
         for name, there in superfluous:
-            self._remove([name] if name in there else [])  # what has none is no checkpoint
-            self._remove(there.keys() - {name})
+            self.remove([name] if name in there else [])  # what has none is no checkpoint
+            self.remove(there.keys() - {name})
 
     # ---- another machine -----------------------------------------------------------------------
 
@@ -362,7 +360,7 @@ class Mirror:
         if not stores.is_of(owner := self._owner(), own):
             names = [name for name in (*stores.RUN_FILES, *RUN_FILES) if self._has(name)]
             for run_folder in stores.RUN_FOLDERS:
-                names += self._listed(run_folder)
+                names += self.listed(run_folder)
             for name in names:
                 self._pull_file(folder, name)
             if owner:

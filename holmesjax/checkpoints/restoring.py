@@ -56,7 +56,8 @@ def saved_name(chunk: Chunk, key: str) -> str:
     With islands, `params` are the global weights, which their owners have; all else but what does
     not train is of one island.
     """
-    if chunk.island is None or key.startswith(("outer.momentum.", "outer.before.")):
+    of_all = ("outer.momentum.", "outer.before.", "outer.rounds.")
+    if chunk.island is None or key.startswith(of_all):
         return key
     if key.startswith("outer.weights."):
         return key.replace("outer.weights.", "params.", 1)
@@ -117,13 +118,31 @@ def _average_shapes(params: Any) -> Average:
 def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
     """Raises as `_check_arrays` unless all islands that have written it have such a state."""
     kept = kept_by(island_states.rule(checkpoint))
-    owned = {name: state.params for name in kept.owned if name != "weights"}
-    wanted: dict[str, Any] = {"outer": owned}
+    owned = {name: state.params for name in _owned_arrays(checkpoint)}
+    wanted: dict[str, Any] = {"outer": owned} if owned else {}
     of_island = Outer({}, None, own=Own(**dict.fromkeys(kept.own, state.params)))
     for k, _ in enumerate(island_states.written(checkpoint)):
         fixed = state.fixed if k else {}
         wanted[f"island_{k}"] = ChunkState(state.params, state.opt_state, fixed, outer=of_island)
     _check_arrays(checkpoint, wanted)
+
+
+def _rounds(checkpoint: Checkpoint, chunk: Chunk) -> Any:
+    """How far an island was that is a job of its own, by layer; none of other islands."""
+    arrays = checkpoint.manifest["arrays"]
+    whole = jax.sharding.NamedSharding(chunk.mesh, jax.sharding.PartitionSpec())
+    shape = jax.ShapeDtypeStruct((4,), "int32", sharding=whole)
+    names = [layer for layer in chunk.layers if f"outer.rounds.{layer}" in arrays]
+    wanted = {"outer": {"rounds": dict.fromkeys(names, shape)}}
+    return _restore_tree(checkpoint, wanted)["outer"]["rounds"]
+
+
+def _owned_arrays(checkpoint: Checkpoint) -> list[str]:
+    """The names of what owners keep besides the global weights; a mailbox keeps it itself."""
+    if any(key.startswith("outer.rounds.") for key in checkpoint.manifest["arrays"]):
+        return []
+    owned = kept_by(island_states.rule(checkpoint)).owned
+    return [name for name in owned if name != "weights"]
 
 
 def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
@@ -163,7 +182,7 @@ def _owned(chunk: Chunk, tree: Any) -> Any:
 def _global(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     """The global weights and the momentum of meetings; zeros where pairs have met."""
     weights = _restore_tree(checkpoint, {"params": shapes})["params"]
-    if "momentum" in kept_by(island_states.rule(checkpoint)).owned:
+    if "momentum" in _owned_arrays(checkpoint):
         return weights, _restored_outer(checkpoint, "momentum", shapes)
     return weights, jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), weights)
 
@@ -178,8 +197,9 @@ def _kept_outer(
     """The state of meetings of an island of the same rule; `name_of` names an array of its own."""
     kept, owned = kept_by(chunk.outer), _owned(chunk, shapes)
     weights = _restore_tree(checkpoint, {"params": owned})["params"]
-    found = {n: _restored_outer(checkpoint, n, owned) for n in kept.owned if n != "weights"}
-    outer = Outer(weights, found.get("momentum"), found.get("before"))
+    found = {name: _restored_outer(checkpoint, name, owned) for name in _owned_arrays(checkpoint)}
+    rounds = _rounds(checkpoint, chunk)
+    outer = Outer(weights, found.get("momentum"), found.get("before"), rounds=rounds)
     if not kept.own:
         return outer
     own = {"outer": {"own": dict.fromkeys(kept.own, shapes)}}

@@ -25,11 +25,12 @@ class Skipped(NamedTuple):
     """Sequences that are left out behind a step."""
 
     step: int  # of a checkpoint, or 0
-    spike: int  # the step that stood out
+    spike: int  # the step that stood out; 0: other islands know the data from the mailbox
     sequences: int
 
     def __str__(self) -> str:
-        return f"{self.sequences:,} sequences behind step {self.step} (spike in step {self.spike})"
+        why = f"spike in step {self.spike}" if self.spike else "the global weights have them"
+        return f"{self.sequences:,} sequences behind step {self.step} ({why})"
 
 
 def read(run_dir: Path) -> tuple[Skipped, ...]:
@@ -54,6 +55,12 @@ def sequences(skipped: Sequence[Skipped], first: int, last: int) -> int:
     return sum(part.sequences for part in skipped if first <= part.step < last)
 
 
+def leave_out(run_dir: Path, part: Skipped) -> None:
+    """Records that some data are left out."""
+    entries = [entry._asdict() for entry in (*read(run_dir), part)]
+    write_whole(run_dir / RECORD, json.dumps(entries, indent=1) + "\n")
+
+
 def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
     """Records that a run goes back from a spike to an earlier step; the data between are left out.
 
@@ -73,6 +80,5 @@ def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
         )
     own = train.sequences_after(spike) - train.sequences_after(step)
     found = Skipped(step, spike, own + sequences(known, step + 1, spike))
-    entries = [entry._asdict() for entry in (*known, found)]
-    write_whole(run_dir / RECORD, json.dumps(entries, indent=1) + "\n")
+    leave_out(run_dir, found)
     return found

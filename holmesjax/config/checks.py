@@ -127,6 +127,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         island_checks.clusters_are_of_one_island,
         island_checks.fragments_meet_in_turn,
         island_checks.the_outer_rule_suits_islands,
+        island_checks.mailbox_has_its_settings,
     ),
     ("optimizer",): (
         training_checks.optimizer_is_possible,

@@ -8,13 +8,15 @@ from holmesjax.config.mistakes import multiples, wrong
 from holmesjax.config.sections import OuterConfig, ParallelConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
+from holmesjax.files import places
 
 PIPELINE = "or set parallel.across to pipeline"
 OF_RULES = {"pull": ("noloco",), "clip": ("co2",), "penalty": ("co2",)}  # settings of some alone
 
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    for name in ("islands", "every", "outer", "fragments", "delay", "blend"):
+    names = ("islands", "every", "outer", "fragments", "delay", "blend", "island")
+    for name in (*names, "mailbox", "quorum", "grace_s", "place"):
         if not parallel.has_islands and getattr(parallel, name) is not None:
             problem = "is only for parallel.across: local_updates"
             fix = "remove it, or set parallel.across to local_updates"
@@ -29,6 +31,37 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
     if twice := [name for name, count in counts.items() if count > 1]:
         problem, fix = "must have each cluster once", f"leave {twice[0]!r} in one of them"
         yield wrong("parallel.islands", problem, list(map(list, parallel.islands or ())), fix)
+
+
+def mailbox_has_its_settings(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if not parallel.is_mailbox:
+        for name in ("mailbox", "quorum", "grace_s", "island", "place"):
+            if parallel.has_islands and (value := getattr(parallel, name)) is not None:
+                problem, fix = "is only for parallel.meet: mailbox", "remove it, or set that"
+                yield wrong(f"parallel.{name}", problem, value, fix)
+        return
+    if not parallel.has_islands:
+        problem, fix = "is only for islands", "remove it, or set parallel.across to local_updates"
+        yield wrong("parallel.meet", problem, parallel.meet, fix)
+    for name in ("fragments", "delay", "blend"):
+        if (value := getattr(parallel, name)) is not None:
+            problem = "is only for parallel.meet: direct: through a mailbox all of the model meets"
+            yield wrong(f"parallel.{name}", problem, value, "remove it")
+    outer = parallel.outer_rule
+    for name, plain in (("rule", "nesterov"), ("codec", "float32")):
+        if (value := getattr(outer, name)) != plain:
+            problem, fix = "is only for parallel.meet: direct", f"use {plain}"
+            yield wrong(f"parallel.outer.{name}", problem, value, fix)
+    where = parallel.mailbox
+    if where and places.is_url(where) and (mistake := places.mistake_in(where)):
+        problem = f"is a URL that names no folder in a store: {mistake}"
+        yield wrong(
+            "parallel.mailbox", problem, where, "write s3://BUCKET/NAME or gs://BUCKET/NAME"
+        )
+    count = len(parallel.place.names) if parallel.place else len(parallel.islands or ())
+    if count and parallel.quorum and parallel.quorum > count:
+        problem = f"must be at most {count}, the islands of the run"
+        yield wrong("parallel.quorum", problem, parallel.quorum, "use fewer")
 
 
 def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
@@ -82,7 +115,7 @@ def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iter
     if not parallel.has_islands:
         return
     every = parallel.meets_every
-    if train.eval_every % every:
+    if train.eval_every % every and not parallel.is_mailbox:
         problem = f"must be a multiple of parallel.every = {every}: islands differ between meetings"
         fix = f"use {multiples(train.eval_every, every)}, or another parallel.every"
         yield wrong("train.eval_every", problem, train.eval_every, fix)

@@ -18,6 +18,7 @@ from holmesjax.config.allowed_values import (
     Flag,
     Natural,
     NonNegative,
+    NoSeconds,
     Positive,
     Rate,
     Seconds,
@@ -32,6 +33,7 @@ from holmesjax.files import schema
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 
 AUTO = "auto"
+GRACE_S = 30.0  # for islands that have not sent to a round
 MEETS_EVERY = 50  # steps from one meeting of islands to the next, if a run does not say
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=MOST_S, allow_inf_nan=False, strict=True)]
 Streams = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is a socket and two threads
@@ -151,6 +153,20 @@ class OuterConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class PlaceConfig:
+    """The place of an island among those of a run, where each is a job of its own."""
+
+    names: Annotated[tuple[Text, ...], Field(min_length=1)]  # of all islands, by their numbers
+    number: Natural  # of the island
+    steps: Count  # of the run: train.steps has the most steps that an island can take
+
+    @property
+    def name(self) -> str:
+        """The name of the island."""
+        return self.names[self.number]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ParallelConfig:
     """The division of a step over devices. The planner chooses each setting that is None."""
 
@@ -193,6 +209,18 @@ class ParallelConfig:
     # The share of the global weights in those that an island goes on with; the rest are its own.
     # None: 1
     blend: Share | None = None
+    # How islands meet. direct: in one job, in which all wait for each other. mailbox: each is a job
+    # of its own, which waits for nobody.
+    meet: Literal["direct", "mailbox"] = "direct"
+    # The mailbox: a folder that all islands see, s3://BUCKET/NAME or gs://BUCKET/NAME. None:
+    # `mailbox` in the run folder.
+    mailbox: Text | None = None
+    quorum: Count | None = None  # islands that a round needs. None: half of them
+    # Seconds for the other islands, once a quorum has sent its weights. None: 30
+    grace_s: NoSeconds | None = None
+    island: Text | None = None  # which island a job trains, by a cluster of it
+    # The place of the island in the run. launch writes it into the island's run folder.
+    place: PlaceConfig | None = None
 
     def __post_init__(self) -> None:
         refuse_mistakes(parallel=self)
@@ -206,6 +234,20 @@ class ParallelConfig:
     def meets_every(self) -> int:
         """Steps from one meeting of islands to the next."""
         return self.every or MEETS_EVERY
+
+    @property
+    def is_mailbox(self) -> bool:
+        """Whether islands meet through a mailbox."""
+        return self.meet == "mailbox"
+
+    @property
+    def grace(self) -> float:
+        """Seconds for the other islands, once a quorum has sent its weights."""
+        return GRACE_S if self.grace_s is None else self.grace_s
+
+    def quorum_of(self, num_islands: int) -> int:
+        """The islands that a round needs, of so many."""
+        return self.quorum or -(-num_islands // 2)
 
     @property
     def outer_rule(self) -> OuterConfig:

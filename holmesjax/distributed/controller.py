@@ -117,7 +117,7 @@ class Controller:
         self._about = {**about, "protocol": PROTOCOL}
         self._resume, self._timeout_s = resume, silence_s
         self._is_saving, self._progress = is_saving, progress
-        self._votes: dict[int, set[int]] = {}  # step -> stages
+        self._votes: dict[int, dict[int, Vote]] = {}  # step -> stage -> its vote
         self._num_ready = self._num_asked = 0
         self._allow = allow
         self._comparing = threading.Lock()
@@ -354,7 +354,7 @@ class Controller:
                 )
                 self.send(seat.process.number, answer)
             case Vote():
-                self._count_vote(seat, record.step)
+                self._count_vote(seat, record)
             case Stop():
                 self.stop()
                 self._note(seat, record)
@@ -371,12 +371,18 @@ class Controller:
         assert found is not None, f"process {process} has not said where it listens"
         return found
 
-    def _count_vote(self, seat: Seat, step: int) -> None:
-        votes = self._votes.setdefault(step, set())
-        votes.add(seat.process.stage)
+    def _count_vote(self, seat: Seat, vote: Vote) -> None:
+        votes = self._votes.setdefault(vote.step, {})
+        votes[seat.process.stage] = vote
         if len(votes) == self._num_stages:
-            del self._votes[step]
-            verdict = Verdict(step=step, stop=self._stopping, save=self._is_saving(step))
+            del self._votes[vote.step]
+            verdict = Verdict(
+                step=vote.step,
+                stop=self._stopping,
+                save=self._is_saving(vote.step),
+                arrived=min(x.arrived for x in votes.values()),
+                opened=max(x.opened for x in votes.values()),
+            )
             self.broadcast(verdict)
 
     def _start_all(self) -> None:

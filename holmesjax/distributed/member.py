@@ -217,10 +217,10 @@ class Member:
             if time.monotonic() - self._noted_s > self._patience_s:
                 raise queue.Empty
 
-    def vote(self, step: int) -> None:
-        """Reports, for its stage, that the end of this step is near."""
+    def vote(self, step: int, arrived: int = -1, opened: int = -1) -> None:
+        """Reports, for its stage, that the end of this step is near; the rest is as in `Vote`."""
         if self.process.leads:
-            self.send(Vote(step=step))
+            self.send(Vote(step=step, arrived=arrived, opened=opened))
 
     def verdict(self, step: int) -> Verdict:
         """Waits for all votes, and returns the verdict."""

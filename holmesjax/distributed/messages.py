@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 13
+PROTOCOL = 14
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -101,10 +101,16 @@ class Up(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Vote(Record):
-    """A stage has dispatched most of a step; from its leader only."""
+    """A stage has dispatched most of a step; from its leader only.
+
+    Of an island that is a job of its own it has the newest rounds that its global weights have
+    arrived of, and that another island has sent to.
+    """
 
     kind = "vote"
     step: int
+    arrived: int = -1
+    opened: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +182,14 @@ class Stop(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Record):
-    """A member has trained to the end, which is after this step."""
+    """A member has trained to the end, which is after this step.
+
+    `is_over` says that no step follows, though the run may have more: other islands made them.
+    """
 
     kind = "done"
     step: int
+    is_over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +329,8 @@ class Verdict(Record):
     step: int
     stop: bool  # whether to end after this step
     save: bool  # whether to write a checkpoint after it
+    arrived: int = -1  # the newest round that all stages have
+    opened: int = -1  # the newest round that a stage knows to be open
 
 
 @dataclass(frozen=True, kw_only=True)

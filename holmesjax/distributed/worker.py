@@ -7,6 +7,7 @@ end by itself.
 
 import contextlib
 import functools
+import hashlib
 import socket
 import sys
 import threading
@@ -57,7 +58,9 @@ from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.islands.agreement import Digests
+from holmesjax.islands.apart import IslandApart
 from holmesjax.islands.crossings import crossings_of
+from holmesjax.islands.mailbox import News
 from holmesjax.job import Job
 from holmesjax.liveness import hung_main_thread, lease
 from holmesjax.parallel import platforms
@@ -71,7 +74,7 @@ from holmesjax.runtime.kernel_choice import attention_lines, find_unproven, opti
 from holmesjax.runtime.stage_crossings import crossings
 from holmesjax.runtime.step_timeout import Activity
 from holmesjax.runtime.whole_step import WholeStep
-from holmesjax.training_loop import TrainingLoop
+from holmesjax.training_loop import Runner, TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
 from holmesjax.transport import addresses, connections
 from holmesjax.transport.crossings import Crossing
@@ -263,7 +266,7 @@ class Worker:
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
         chunks = self._make_chunks(self._join(start), start)
-        setup = TrainingSetup(job, chunks, self._me.cluster, has_trained=has_trained)
+        setup = self._make_setup(chunks, start.resume, has_trained)
         mb_per_s = job.config.checkpoint.scrub
         scrub = self._store.scrub(mb_per_s) if self._store else contextlib.nullcontext()
         with setup, self._giving_up(), scrub:
@@ -292,11 +295,11 @@ class Worker:
                     TrainingLoop,
                     tell=_Reporter(member, self._take_losses, chunks[0].island),
                     is_stopping=lambda: self._stopping,
-                    is_saving=self._decide,
+                    is_saving=functools.partial(self._decide, runner),
                     begins=self._begins,
                     profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
                     skipped=skipped_data.read(job.run_dir),
-                    vote=lambda: self._member.vote(self._step),
+                    vote=functools.partial(self._vote, runner),
                 ),
                 runner,
                 writing.Writer(
@@ -312,9 +315,11 @@ class Worker:
             )
             member.send(Up())
             done = loop.run(start.resume, saved.sequences if saved else 0)
-        self._leave(done, lambda: None if isinstance(runner, WholeStep) else runner.close())
-        self._end_memory(memory, done)
-        return 0 if done >= job.config.train.steps else REQUEUE
+        is_whole = loop.is_over or done >= job.config.train.steps
+        close = lambda: None if isinstance(runner, WholeStep) else runner.close()
+        self._leave(done, close, is_over=loop.is_over)
+        self._end_memory(memory, is_whole)
+        return 0 if is_whole else REQUEUE
 
     def _open_memory(self) -> PartnerMemory | None:
         """The copies that this process keeps for other clusters; None: it keeps none."""
@@ -336,9 +341,9 @@ class Worker:
             key=self._environment.key,
         )
 
-    def _end_memory(self, memory: PartnerMemory | None, done: int) -> None:
-        """Gives the memory back, unless the run was stopped before its last step."""
-        if memory and done >= self._job.config.train.steps:
+    def _end_memory(self, memory: PartnerMemory | None, is_whole: bool) -> None:
+        """Gives the memory back, unless the run was stopped before its end."""
+        if memory and is_whole:
             memory.end()
 
     def _result(self, reading: "Future[Batches]") -> Batches:
@@ -376,13 +381,13 @@ class Worker:
         member.status("waited for the other processes to start")
         return member.wait_for(JobStart)
 
-    def _leave(self, done: int, close: Callable[[], None]) -> None:
+    def _leave(self, done: int, close: Callable[[], None], *, is_over: bool = False) -> None:
         """Ends this process with all others, after so many steps; `close` ends its transport."""
         member = self._member
         member.status("waited for the other processes to end")
         if self._tcp:  # a run that stops may leave a fragment on its way between islands
             self._tcp.finish()
-        member.send(Done(step=done))
+        member.send(Done(step=done, is_over=is_over))
         member.wait_for(AllDone)
         close()
         if len(self._domain) > 1:
@@ -474,12 +479,25 @@ class Worker:
             self._member.status(f"was {doing} after step {step}")
         self._member.begin(work, step)
 
-    def _decide(self, step: int) -> bool:
+    def _make_setup(self, chunks: Sequence[Chunk], resume: int, has_trained: bool) -> TrainingSetup:
+        """The setup, with a name for this start of the job that is the same in all processes."""
+        parts = self._environment.key.hex(), self._environment.restart, resume
+        session = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        cluster = self._me.cluster
+        return TrainingSetup(self._job, chunks, cluster, has_trained=has_trained, session=session)
+
+    def _vote(self, runner: Runner) -> None:
+        news = runner.news() if isinstance(runner, IslandApart) else News()
+        self._member.vote(self._step, *news)
+
+    def _decide(self, runner: Runner, step: int) -> bool:
         """Waits for the controller's verdict on a step; returns whether to save after it."""
         self._waits_for("the votes of all stages")
         verdict = self._member.verdict(step)
         self._waits_for("")
         self._stopping = verdict.stop
+        if isinstance(runner, IslandApart):
+            runner.agree(News(verdict.arrived, verdict.opened))
         return verdict.save
 
     def _waits_for(self, text: str) -> None:

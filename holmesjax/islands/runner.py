@@ -103,7 +103,7 @@ class IslandsRunner:
     ):
         self._islands, self._waits_for = islands, waits_for
         self._streaming = streaming
-        self.placer = IslandsPlacer(
+        self.placer: Maker = IslandsPlacer(
             {k: island.runner.placer for k, island in islands.items()}, count
         )
         self._done = 0  # steps

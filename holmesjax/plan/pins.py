@@ -14,6 +14,7 @@ from holmesjax.units import show
 # Settings that say what a run does, and no choices of the planner's.
 NO_PINS = (
     *("across", "islands", "every", "outer", "fragments", "delay", "blend"),
+    *("meet", "mailbox", "quorum", "grace_s", "island", "place"),
     *("expert_placement", "expert_chunks"),
 )
 LEAST_SHARE = 0.0005  # of a step, to be worth a word

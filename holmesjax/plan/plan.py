@@ -22,6 +22,7 @@ from holmesjax.config import Schedule
 from holmesjax.errors import PlanError, raise_if_passing
 from holmesjax.files import json_text, regular_files
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, layer_names
+from holmesjax.plan.mailbox_cost import MailboxCost
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, TaskOrder, chunked
 from holmesjax.schedules.simulation import Queue, Simulation, simulate
 from holmesjax.schedules.tasks import Task
@@ -104,6 +105,7 @@ class MeetingCost:
     delay: int = 0  # steps from the begin of a fragment's meeting to its end
     rule: str = "nesterov"  # `parallel.outer.rule`
     codec: str = "float32"  # of what crosses
+    mailbox: MailboxCost | None = None  # where islands meet through one, and wait for nobody
 
     @property
     def exposed_s(self) -> float:
@@ -287,7 +289,7 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
             del values[name]  # so a plan without any has the hash that it always had
     of_meeting = values.get("meeting", {})
     for one in fields(MeetingCost):
-        if of_meeting.get(one.name) == one.default:
+        if one.name in of_meeting and of_meeting[one.name] == one.default:
             del of_meeting[one.name]
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
@@ -473,6 +475,8 @@ def describe(
 
 def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: bool) -> list[str]:
     assert plan.meeting is not None, "islands have a meeting"
+    if plan.meeting.mailbox:
+        return _describe_apart(plan, plan.meeting.mailbox, kind_of, is_pinned)
     meeting, texts = plan.meeting, [show(sent, "B") for sent in plan.meeting.bytes]
     exposed_s = meeting.exposed_s / meeting.every
     waits = f"and all wait {show(meeting.exposed_s, 's')}"
@@ -499,6 +503,28 @@ def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: 
     for number, island in enumerate(plan.islands):
         own = describe(island, kind_of, is_pinned=is_pinned)
         lines += [f"  island {number}, {own[0]}", *(f"  {line}" for line in own[1:])]
+    return lines
+
+
+def _describe_apart(
+    plan: Plan, cost: MailboxCost, kind_of: Mapping[str, str] | None, is_pinned: bool
+) -> list[str]:
+    """The lines of islands that meet through a mailbox, all of them or one."""
+    assert plan.meeting is not None, "islands have a meeting"
+    count = len(plan.islands)
+    who = "an island," if count == 1 else f"{count} islands, each"
+    lines = [
+        f"plan {plan.hash()}: {who} a job of its own, which sends to a mailbox every "
+        f"{_count(plan.meeting.every, 'step')}, on topology {plan.topology}",
+        f"  mailbox   in a round each sends {show(cost.sent, 'B')} and receives "
+        f"{show(cost.received, 'B')} in {_count(cost.requests, 'request')}, while steps go on",
+        f"            who merges sends {show(cost.merge_sent, 'B')} more, and receives "
+        f"{show(cost.merge_received, 'B')} in {_count(cost.merge_requests, 'request')}",
+    ]
+    for number, island in enumerate(plan.islands):
+        own = describe(island, kind_of, is_pinned=is_pinned)
+        name = f"island {number}, " if count > 1 else ""
+        lines += [f"  {name}{own[0]}", *(f"  {line}" for line in own[1:])]
     return lines
 
 

@@ -24,6 +24,7 @@ DISK_BYTES_PER_S = 1e9
 # virtual cores that serve both ends (docs/security.md).
 TLS_BYTES_PER_S = 0.57e9
 FLOAT_BYTES = 4  # of a number that islands keep between meetings
+STANDING_BYTES = 16  # of a layer, where an island is a job of its own (`islands.landing`)
 NAMED = 4  # nodes, in a line
 
 
@@ -50,7 +51,13 @@ def part_bytes(config: Config, plan: Plan) -> list[float]:
         for name, kind in layers(config.model).items()
     }
     of_meetings: Counter[tuple[int, str]] = Counter()  # by island and layer
-    if plan.islands:
+    if config.parallel.is_mailbox:
+        for island, _ in enumerate(plan.islands):
+            of_meetings += {(island, layer): STANDING_BYTES for layer in layers(config.model)}
+        for name, count in trained_sizes(config.model).items():
+            for island, _ in enumerate(plan.islands):  # the momentum is in the mailbox
+                of_meetings[island, name.partition(".")[0]] += FLOAT_BYTES * count
+    elif plan.islands:
         owner, numbers = owner_of(config.model, len(plan.islands)), trained_sizes(config.model)
         by_rule = kept_by(config.parallel.outer_rule)
         for name, island in owner.items():

@@ -14,6 +14,7 @@ from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.codecs import codec_of
+from holmesjax.plan.mailbox_cost import mailbox_cost
 from holmesjax.plan.meeting_steps import are_equal_after_meetings, fragment_of, steps_of
 from holmesjax.plan.outer_rule import (
     kept_by,
@@ -58,7 +59,9 @@ def plan_islands(
     def make(settings: Config, k: int) -> Plan:
         found = _on(topology, plan_one(settings, part_of(topology, names[k])), names[k])
         _refuse_shared_table(config, found, k)
-        owned = {name for name, island in owner.items() if island == k}
+        # Through a mailbox each island has all global weights, and a copy of what it has sent.
+        is_own = lambda island: island == k or config.parallel.is_mailbox
+        owned = {name for name, island in owner.items() if is_own(island)}
         own_words = functools.partial(_outer_bytes, config, count, owned, keeps=k == 0)
         stages = tuple(_with_outer(stage, own_words(stage)) for stage in found.stages)
         return replace(found, stages=stages)
@@ -75,7 +78,11 @@ def plan_islands(
             raise error
         islands.append(island)
     slowest = max(islands, key=lambda plan: plan.step_time_s)
-    meeting = _cost(config, topology, names, slowest.step_time_s)
+    meeting = (
+        _mailbox_meeting(config, islands)
+        if config.parallel.is_mailbox
+        else _cost(config, topology, names, slowest.step_time_s)
+    )
     return replace(
         slowest,
         stages=tuple(stage for island in islands for stage in island.stages),
@@ -172,6 +179,12 @@ def without_islands(config: Config) -> Config:
         fragments=None,
         delay=None,
         blend=None,
+        meet="direct",
+        mailbox=None,
+        quorum=None,
+        grace_s=None,
+        island=None,
+        place=None,
     )
     return replace(config, parallel=parallel)
 
@@ -288,6 +301,19 @@ def _cost(
         delay=steps.delay,
         rule=outer.rule,
         codec=outer.codec,
+    )
+
+
+def _mailbox_meeting(config: Config, islands: Sequence[Plan]) -> MeetingCost:
+    """A round through a mailbox, for which nobody waits; the plan is of all islands, or of one."""
+    sizes, place = trained_sizes(config.model), config.parallel.place
+    count = len(place.names) if place else len(islands)
+    stages = max((island.stages for island in islands), key=len)
+    return MeetingCost(
+        every=config.parallel.meets_every,
+        bytes=(4.0 * sum(sizes.values()),) * len(islands),
+        seconds=0.0,
+        mailbox=mailbox_cost(sizes, count, [stage.layers for stage in stages]),
     )
 
 

@@ -26,7 +26,7 @@ TAKEN = frozenset(
     (
         *(*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE),
         *("grad_norm", "learning_rate", "time_left_s", "time_s"),
-        *("link_losses", "link_lost_s", "nic_bytes"),
+        *("link_losses", "link_lost_s", "nic_bytes", "round"),
         *(expert_alarm.LOADS, expert_alarm.STEPS, expert_alarm.FIELD, "expert_peaks"),
     )
 )

@@ -35,6 +35,7 @@ from holmesjax.report import (
     figures,
     goodput,
     history,
+    island_rounds,
     link_losses,
     mesh_picture,
     metrics,
@@ -49,6 +50,7 @@ from holmesjax.units import duration, show
 Record = Mapping[str, Any]
 FILE = "report.html"
 TEMPLATE = "page.html.jinja"
+SHOWN_EVENTS = 20  # of an island that is a job of its own
 MAX_BARS = 4000  # of a timeline; more would make a huge page
 MAX_CURVES = 12  # of numbers of callbacks and layers; the table has all
 SVG = "{http://www.w3.org/2000/svg}"
@@ -136,6 +138,7 @@ def write_report(run_dir: str | Path) -> Path:
         _timeline_section(predicted, sent, timed, titles),
         _traffic_section(records),
         *([lab] if lab else []),
+        *_rounds_section(island_rounds.read(run_dir)),
         _machines_section(plan, topology),
     ]
     text = _template().render(
@@ -149,6 +152,20 @@ def write_report(run_dir: str | Path) -> Path:
     path = run_dir / FILE
     write_whole(path, text)
     return path
+
+
+def _rounds_section(found: island_rounds.IslandRounds | None) -> list[_Section]:
+    """The rounds of an island that is a job of its own, and its newest events."""
+    if found is None:
+        return []
+    text = f"{_count(found.rounds, 'round')} of the mailbox landed, {found.left_out} of them "
+    text += f"merged without this island. {_count(len(found.events), 'event')}."
+    islands = [(name, f"{count:,}") for name, count in found.tokens.items()]
+    tables = [_Table(("Island", "Tokens in these rounds"), islands)] if islands else []
+    if found.events:
+        newest = [(event,) for event in found.events[-SHOWN_EVENTS:]]
+        tables.append(_Table(("Newest events",), newest))
+    return [_Section("Rounds", text, tables)]
 
 
 def _read_timeline(path: Path) -> Record:

@@ -20,6 +20,7 @@ Its entries:
     square_spread  of islands that meet in pairs, of the parameters that are owned here: the mean
                    over all parameters of the variance over islands; from leaders of stages only
     island         whose numbers these are, where each process has a stage of one
+    round          the newest that has landed on an island that is a job of its own
     own            numbers of the user's callbacks by name, where there are any
     auxiliary      auxiliary losses and metrics of the model's layers by name, where there are any
     expert_peaks   by layer, the load of the fullest device over the mean: if experts lay by number,

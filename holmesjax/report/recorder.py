@@ -204,7 +204,7 @@ class Recorder:
             **known.get("auxiliary", {}),
             "link_bytes": _sum_by_link(report["link_bytes"] for report in reports),
         }
-        names = ("val_loss", "val_losses", "island_spread", STEPS, LOADS, "expert_peaks")
+        names = ("val_loss", "val_losses", "island_spread", "round", STEPS, LOADS, "expert_peaks")
         for name in names:
             if name in known:
                 record[name] = known[name]

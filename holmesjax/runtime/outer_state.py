@@ -30,6 +30,9 @@ class Outer:
     # The global weights after the last meeting; of pairs, the mean of slow weights when it was
     # taken last.
     weights: Tree
-    momentum: Tree | None
+    momentum: Tree | None  # none where islands meet through a mailbox, which has it
     before: Tree | None = None  # the global weights of the meeting before the last
     own: Own | None = None
+    # In a checkpoint of an island that is a job of its own: by layer, the numbers of RoundStanding
+    # (`islands.landing`).
+    rounds: Tree | None = None

@@ -73,7 +73,7 @@ def save(folder, found, step, *, until="end", zero=b"zero", advance=lambda: None
     files = {name: facts(content) for name, content in contents.items()}
     if until == "upload":
         name = stores.name_at_url(step, "part_0/d/large", found.start)
-        found._put_file(path / "part_0/d/large", name)
+        found.put_file(path / "part_0/d/large", name)
         return
     found.upload(folder, step, files, advance)
     where = {"id": "x", "node": "n", "folder": found.url, "start": found.start}

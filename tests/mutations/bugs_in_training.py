@@ -4,6 +4,55 @@ from tests.mutations.bug import Bug
 
 TRAINING = (
     Bug(
+        name="equal-islands",
+        module="holmesjax.islands.weighted_mean",
+        old="np.float32(count / total)",
+        new="np.float32(1 / len(arrays))",
+        wrong="a slow island weighs as much as a fast one",
+        tests=(
+            "tests/islands/test_mailbox.py::"
+            "test_the_merge_is_the_rule_in_float64_with_weights_by_tokens",
+        ),
+    ),
+    Bug(
+        name="last-merger-wins",
+        module="holmesjax.islands.round_merging",
+        old="record.to_bytes(), replaces=False)",
+        new="record.to_bytes())",
+        wrong="islands go on from unlike results of one round",
+        tests=("tests/islands/test_mailbox.py::test_two_mergers_at_once_leave_one_result",),
+    ),
+    Bug(
+        name="lease-of-a-dead-island",
+        module="holmesjax.islands.election",
+        old="if name not in self._seen or self._seen[name][0] != beat:",
+        new="if beat:",
+        wrong="an island that is gone is waited for",
+        tests=("tests/islands/test_mailbox.py::test_a_lease_ends_by_the_clock_of_its_reader",),
+    ),
+    Bug(
+        name="change-is-lost",
+        module="holmesjax.islands.landing",
+        old="own + (new - before))",
+        new="new)",
+        wrong="what an island has trained while its weights were on the way is lost",
+        tests=(
+            "tests/islands/test_apart.py::"
+            "test_what_lands_is_the_global_weights_and_the_change_since",
+        ),
+    ),
+    Bug(
+        name="same-data-on-islands",
+        module="holmesjax.islands.apart",
+        old="self.count * what.first_sequence + self.number",
+        new="what.first_sequence + self.number",
+        wrong="two islands train on the same sequences",
+        tests=(
+            "tests/islands/test_apart.py::"
+            "test_islands_share_the_order_of_the_data_and_have_nothing_in_common",
+        ),
+    ),
+    Bug(
         name="first-island-is-right",
         module="holmesjax.islands.agreement",
         old="if digest != owned[name]]",

@@ -1,0 +1,241 @@
+"""The records of a mailbox, and the arrays in its objects. No JAX.
+
+    run.json                               the run whose mailbox it is, made once
+    leases/ib.json                         written again and again by an island that lives
+    rounds/00000007/ib.SESSION.0.bin       the weights of an island's stage 0: float32 numbers
+                    ib.SESSION.0.json      what is in it; written behind it
+                    global.ib.SESSION.bin  the global weights, by whoever merged the round
+                    momentum.ib.SESSION.bin
+                    merged.json            the record of the round: written once, the first one wins
+
+A record is JSON in a seal, its SHA-256. Each array has one, too, so that a stage reads its own.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+import numpy as np
+
+from holmesjax.files import json_text
+from holmesjax.islands.mailbox_places import MailboxPlace
+from holmesjax.plan.mailbox_cost import PIECE_BYTES
+
+RUN, LEASES, ROUNDS, MERGED = "run.json", "leases", "rounds", "merged.json"
+_OF_ROUND = re.compile(rf"{ROUNDS}/(\d{{8}})/(.+)")
+_SENT = re.compile(r"(?P<island>.+)\.(?P<session>[0-9a-f]{16})\.(?P<part>\d+)\.json")
+
+
+class DamagedObjectError(ValueError):
+    """An object of a mailbox is not what its record says."""
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """A record with its seal."""
+    text = json.dumps(content, sort_keys=True)
+    return json.dumps({"sha256": _sha256(text.encode()), "record": content}).encode()
+
+
+def opened(content: bytes, name: str) -> dict[str, Any]:
+    """The content of a sealed record. Raises DamagedObjectError."""
+    try:
+        found = json_text.value_of(content)
+        record, seal = found["record"], found["sha256"]
+        if seal == _sha256(json.dumps(record, sort_keys=True).encode()):
+            return dict(record)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise DamagedObjectError(f"{name} is not what was written")
+
+
+def _sha256(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class Entry(NamedTuple):
+    """An array in an object."""
+
+    first: int  # byte
+    shape: tuple[int, ...]
+    sha256: str
+
+
+Index = dict[str, Entry]  # by layer and name of the parameter
+
+
+class IslandProgress(NamedTuple):
+    """How far an island was when it sent what was merged."""
+
+    round: int
+    step: int  # its own
+    sequences: int  # that it had consumed
+    tokens: int  # that it had trained since it was merged before
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedRecord:
+    """A record with a seal."""
+
+    def to_bytes(self) -> bytes:
+        """The content of its object."""
+        return sealed(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str) -> Self:
+        """The record in an object with a name. Raises DamagedObjectError."""
+        found = opened(content, name)
+        try:
+            if found.keys() != {field.name for field in fields(cls)}:
+                raise ValueError("other fields")
+            return cls(**cls._read(found))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DamagedObjectError(f"{name} has other fields than such a record") from None
+
+    @classmethod
+    def _read(cls, found: dict[str, Any]) -> dict[str, Any]:
+        return found
+
+
+def _index(found: Mapping[str, Any]) -> Index:
+    return {name: Entry(int(x[0]), tuple(map(int, x[1])), str(x[2])) for name, x in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent(SealedRecord):
+    """The record of weights that a stage of an island has sent to a round.
+
+    Args:
+      round: of the meetings.
+      island: its name.
+      session: of its job.
+      part, parts: the stage, and how many there are.
+      progress: of the island.
+      file: the object of the weights.
+      index: of the weights.
+    """
+
+    round: int
+    island: str
+    session: str
+    part: int
+    parts: int
+    progress: IslandProgress
+    file: str
+    index: Index
+
+    @classmethod
+    def _read(cls, found: dict[str, Any]) -> dict[str, Any]:
+        progress = IslandProgress(*map(int, found["progress"]))
+        return {**found, "progress": progress, "index": _index(found["index"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged(SealedRecord):
+    """The record of a round that is merged.
+
+    Args:
+      round: of the meetings; 0 has the first weights.
+      tokens: of all islands that have been merged so far.
+      islands: by name, the tokens that each has in this round.
+      known: by name, the progress of each island when it was merged last.
+      by: the island that has merged it.
+      file, momentum_file: the objects of the weights and of the momentum.
+      weights, momentum: their indexes; a momentum that is not there is zero.
+    """
+
+    round: int
+    tokens: int
+    islands: dict[str, int]
+    known: dict[str, IslandProgress]
+    by: str
+    file: str
+    momentum_file: str
+    weights: Index
+    momentum: Index
+
+    @classmethod
+    def _read(cls, found: dict[str, Any]) -> dict[str, Any]:
+        known = {name: IslandProgress(*map(int, x)) for name, x in found["known"].items()}
+        indexes = {name: _index(found[name]) for name in ("weights", "momentum")}
+        return {**found, "known": known, **indexes}
+
+
+def round_folder(number: int) -> str:
+    """The folder of a round."""
+    return f"{ROUNDS}/{number:08d}"
+
+
+def in_rounds(names: Iterable[str]) -> dict[int, list[str]]:
+    """The objects of each round, by their names below it."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        if match := _OF_ROUND.fullmatch(name):
+            found.setdefault(int(match[1]), []).append(match[2])
+    return found
+
+
+def senders(names: Iterable[str]) -> set[tuple[str, str]]:
+    """The islands that have sent something to a round, with their sessions."""
+    matches = filter(None, map(_SENT.fullmatch, names))
+    return {(match["island"], match["session"]) for match in matches}
+
+
+def write_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Index:
+    """Writes float32 arrays into a file one behind the other; their index."""
+    index: Index = {}
+    with path.open("wb") as file:
+        for name, array in arrays:
+            append_array(file, index, name, array)
+    return index
+
+
+def append_array(file: IO[bytes], index: Index, name: str, array: np.ndarray) -> None:
+    """Writes an array behind those of a file and an index."""
+    content = np.ascontiguousarray(array, "<f4")
+    data = content.reshape(-1).view(np.uint8).data
+    index[name] = Entry(file.tell(), array.shape, _sha256(data))
+    file.write(data)
+
+
+def read_arrays(
+    place: MailboxPlace, file: str, index: Index, names: Collection[str]
+) -> dict[str, np.ndarray]:
+    """Some arrays of an object, float32; neighbours are read in one request.
+
+    Raises OSError, and DamagedObjectError for an array that is not there as it was written.
+    """
+    found = {}
+    for run in _neighbours({name: index[name] for name in names if name in index}):
+        first, last = run[0][1].first, run[-1][1].first + _bytes(run[-1][1])
+        content = place.read_piece(file, first, last - first) if last > first else b""
+        for name, entry in run:
+            start = entry.first - first
+            data = content[start : start + _bytes(entry)]
+            if _sha256(data) != entry.sha256:
+                raise DamagedObjectError(f"{file}: {name} has not the SHA-256 of its record")
+            found[name] = np.frombuffer(data, "<f4").reshape(entry.shape)
+    if missing := set(names) - found.keys():
+        raise DamagedObjectError(f"{file} has no {min(missing)}")
+    return found
+
+
+def _bytes(entry: Entry) -> int:
+    return 4 * int(np.prod(entry.shape, dtype=np.int64))
+
+
+def _neighbours(index: Index) -> Iterator[list[tuple[str, Entry]]]:
+    """Yields arrays that lie one behind the other, in pieces."""
+    run: list[tuple[str, Entry]] = []
+    for name, entry in sorted(index.items(), key=lambda item: item[1].first):
+        if run:
+            end = run[-1][1].first + _bytes(run[-1][1])
+            if entry.first != end or end + _bytes(entry) - run[0][1].first > PIECE_BYTES:
+                yield run
+                run = []
+        run.append((name, entry))
+    if run:
+        yield run

@@ -1,0 +1,168 @@
+"""The start of an island's job, by the mailbox: which of its data are in the global weights.
+
+A job that was killed goes back to its checkpoint. What it has sent since may be merged, or may be
+about to be: the sequences of it are in the global weights, and are left out. No JAX.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holmesjax.checkpoints import island_states, skipped_data
+from holmesjax.checkpoints.resume import Start
+from holmesjax.checkpoints.skipped_data import Skipped
+from holmesjax.config import Config, PlaceConfig
+from holmesjax.errors import HolmesError, of_system
+from holmesjax.files import places, run_folder
+from holmesjax.islands import mailbox_records as records
+from holmesjax.islands.mailbox import (
+    FOLDER_POLL_S,
+    STORE_POLL_S,
+    Mailbox,
+    MailboxSeat,
+    Rules,
+    claim,
+)
+from holmesjax.islands.mailbox_places import Counted, open_place
+from holmesjax.islands.mailbox_records import (
+    MERGED,
+    DamagedObjectError,
+    IslandProgress,
+    Merged,
+    Sent,
+)
+
+SCRATCH = "mailbox_scratch"
+
+
+def place_of(config: Config) -> Counted:
+    """The mailbox of an island's job, which is that of its run.
+
+    Raises HolmesError for the mailbox of another run, or where it cannot be reached.
+    """
+    where = config.parallel.mailbox
+    assert where is not None, "the job is of an island"
+    place = Counted(open_place(where))
+    try:
+        claim(place, _identity(config), where)
+    except OSError as error:
+        raise of_system(error, where) from None
+    return place
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """Settings that all islands of a run have in common, and no other run has."""
+    parallel, place = config.parallel, config.parallel.place
+    assert place is not None, "the job is of an island"
+    model = {name: x for name, x in dataclasses.asdict(config.model).items() if name != "hf"}
+    text = json.dumps(model, sort_keys=True, default=str)
+    return {
+        "model": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "seed": config.train.seed,
+        "islands": list(place.names),
+        "outer": dataclasses.asdict(parallel.outer_rule),
+        "tokens of a step": config.train.global_batch * config.model.context_length,
+    }
+
+
+def open_mailbox(
+    config: Config, run_dir: Path, seat: MailboxSeat, say: Callable[[str], object]
+) -> Mailbox:
+    """The mailbox of an island's job. Raises as `place_of`."""
+    parallel = config.parallel
+    rules = Rules(
+        outer=parallel.outer_rule,
+        quorum=parallel.quorum_of(len(seat.order)),
+        grace_s=parallel.grace,
+        lease_s=config.distributed.heartbeat_timeout_s,
+    )
+    poll_s = STORE_POLL_S if places.is_url(str(parallel.mailbox)) else FOLDER_POLL_S
+    return Mailbox(place_of(config), seat, rules, run_dir / SCRATCH, say, poll_s=poll_s)
+
+
+def note(run_dir: Path, entry: Mapping[str, Any]) -> None:
+    """Writes down a round that has landed, or an event, with its time."""
+    line = json.dumps({"time_s": round(time.time(), 3), **entry})
+    with contextlib.suppress(OSError), (run_dir / run_folder.ROUNDS).open("a") as file:
+        file.write(f"{line}\n")
+
+
+def newest(place: Counted) -> Merged | None:
+    """The record of the newest round. Raises OSError, and DamagedObjectError."""
+    rounds = records.in_rounds(place.listed(records.ROUNDS))
+    if not (merged := [number for number, names in rounds.items() if MERGED in names]):
+        return None
+    name = f"{records.round_folder(max(merged))}/{MERGED}"
+    return Merged.from_bytes(place.read(name) or b"", name)
+
+
+def own_sent(place: Counted, own: PlaceConfig) -> tuple[int, IslandProgress] | None:
+    """The progress that an island has sent to the round that comes, and that round.
+
+    Raises HolmesError where the mailbox cannot be read.
+    """
+    try:
+        last = newest(place)
+        number = last.round + 1 if last else 0
+        folder = records.round_folder(number)
+        sessions: dict[str, list[Sent]] = {}
+        for name in place.listed(folder):
+            if name.endswith(".json") and name.startswith(f"{folder}/{own.name}."):
+                sent = Sent.from_bytes(place.read(name) or b"", name)
+                sessions.setdefault(sent.session, []).append(sent)
+    except (OSError, DamagedObjectError) as error:
+        raise _unread(error) from None
+    whole = [parts[0].progress for parts in sessions.values() if len(parts) == parts[0].parts]
+    return (number, max(whole, key=lambda progress: progress.step)) if whole and number else None
+
+
+def _unread(error: OSError | DamagedObjectError) -> Exception:
+    if isinstance(error, OSError):
+        return of_system(error)
+    fix = "remove this object: the round is merged again from what islands have sent"
+    return HolmesError("the mailbox", "has a damaged object", found=error, fix=fix)
+
+
+def go_on(start: Start, say: Callable[[str], object]) -> Start | None:
+    """A start of an island's job that leaves out data which the global weights have already.
+
+    Returns None where all steps are done, which it says. Other starts come back as they are.
+    """
+    config, place = start.job.config, start.job.config.parallel.place
+    if start.step >= config.train.steps:
+        for line in start.finished():
+            say(line)
+        return None
+    if place is None:
+        return start
+    box = place_of(config)
+    try:
+        last = newest(box)
+    except (OSError, DamagedObjectError) as error:
+        raise _unread(error) from None
+    known = last.known.get(place.name) if last else None
+    sent = own_sent(box, place)
+    taken = max(known.sequences if known else 0, sent[1].sequences if sent else 0)
+    left_out = sum(part.sequences for part in start.skipped if part.step == start.step)
+    if (more := taken - start.sequences - left_out) > 0:
+        entry = Skipped(start.step, 0, more)
+        skipped_data.leave_out(start.job.run_dir, entry)
+        start = dataclasses.replace(start, skipped=(*start.skipped, entry))
+    all_tokens = place.steps * len(place.names) * config.train.global_batch
+    all_tokens *= config.model.context_length
+    is_over = bool(
+        last
+        and last.tokens >= all_tokens
+        and start.checkpoint
+        and start.checkpoint.step
+        and not island_states.is_between_meetings(start.checkpoint)
+    )
+    if is_over and last:
+        say(f"finished: round {last.round} has all {all_tokens:,} tokens of the run")
+        return None
+    return start

@@ -1,0 +1,135 @@
+"""Merges a round of a mailbox, a layer at a time, and writes it there once. No JAX."""
+
+import contextlib
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from holmesjax.config import OuterConfig
+from holmesjax.islands import mailbox_records as records
+from holmesjax.islands.mailbox_places import MailboxPlace
+from holmesjax.islands.mailbox_records import MERGED, DamagedObjectError, Index, Merged, Sent
+from holmesjax.islands.weighted_mean import merge
+
+Arrays = dict[str, np.ndarray]  # by layer and name
+
+
+class DamagedSentError(Exception):
+    """Weights that an island has sent are not what their record says."""
+
+    def __init__(self, island: str, text: str):
+        super().__init__(text)
+        self.island = island
+
+
+def write_round(
+    place: MailboxPlace,
+    scratch: Path,
+    outer: OuterConfig,
+    *,
+    number: int,
+    by: str,
+    session: str,
+    before: Merged | None,
+    sent: Mapping[str, Sequence[Sent]],
+) -> None:
+    """Merges what islands have sent, and writes the record of the round unless it is there.
+
+    Args:
+      place: of the mailbox.
+      scratch: a folder of this process.
+      outer: the rule.
+      number: of the round; round 0 has the weights of the one that has sent.
+      by, session: the island that merges, and its job.
+      before: the round before.
+      sent: what the islands have sent that take part, in the order of their numbers.
+
+    Raises DamagedSentError, and OSError.
+    """
+    folder = records.round_folder(number)
+    tokens = {name: parts[0].progress.tokens for name, parts in sent.items()}
+    files = f"{folder}/global.{by}.{session}.bin", ""
+    with temporary(scratch) as path, temporary(scratch) as momentum_path:
+        if before is None:
+            [parts] = sent.values()
+            in_order = sorted(parts, key=lambda part: part.part)
+            names = [name for part in in_order for name in part.index]
+            arrays = ((name, weights_of(place, parts, [name])[name]) for name in names)
+            weights, momentum = records.write_arrays(path, arrays), Index()
+        else:
+            files = files[0], f"{folder}/momentum.{by}.{session}.bin"
+            weights, momentum = Index(), Index()
+            with path.open("wb") as file, momentum_path.open("wb") as momentum_file:
+                for name, new, v in _merged(place, outer, before, sent):
+                    records.append_array(file, weights, name, new)
+                    records.append_array(momentum_file, momentum, name, v)
+            place.put_file(momentum_path, files[1])
+        place.put_file(path, files[0])
+    progress = {name: parts[0].progress._replace(round=number) for name, parts in sent.items()}
+    record = Merged(
+        round=number,
+        tokens=before.tokens + sum(tokens.values()) if before else 0,
+        islands=tokens if before else {},
+        known={**before.known, **progress} if before else {},
+        by=by,
+        file=files[0],
+        momentum_file=files[1],
+        weights=weights,
+        momentum=momentum,
+    )
+    try:
+        place.put(f"{folder}/{MERGED}", record.to_bytes(), replaces=False)
+    except FileExistsError:  # another was faster, and its round counts
+        place.remove([name for name in files if name])
+
+
+def _merged(
+    place: MailboxPlace, outer: OuterConfig, before: Merged, sent: Mapping[str, Sequence[Sent]]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields each parameter with its global weights and its momentum, of a layer at a time."""
+    tokens = [parts[0].progress.tokens for parts in sent.values()]
+    for names in _by_layer(before.weights):
+        old = records.read_arrays(place, before.file, before.weights, names)
+        momentum = (
+            records.read_arrays(place, before.momentum_file, before.momentum, names)
+            if before.momentum
+            else {name: np.zeros_like(x) for name, x in old.items()}
+        )
+        islands = [weights_of(place, parts, names) for parts in sent.values()]
+        for name in names:
+            arrays = [island[name] for island in islands]
+            yield name, *merge(outer, arrays, tokens, old[name], momentum[name])
+
+
+def weights_of(place: MailboxPlace, parts: Sequence[Sent], names: Collection[str]) -> Arrays:
+    """Some weights that an island has sent. Raises DamagedSentError, and OSError."""
+    found: Arrays = {}
+    for part in parts:
+        own = [name for name in names if name in part.index]
+        try:
+            found |= records.read_arrays(place, part.file, part.index, own)
+        except (DamagedObjectError, FileNotFoundError) as error:
+            raise DamagedSentError(part.island, str(error)) from None
+    if missing := set(names) - found.keys():
+        raise DamagedSentError(parts[0].island, f"{parts[0].file} has no {min(missing)}")
+    return found
+
+
+def _by_layer(names: Iterable[str]) -> list[list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.partition(".")[0], []).append(name)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def temporary(folder: Path) -> Iterator[Path]:
+    """The path of a file in a folder, which is removed at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{secrets.token_hex(8)}.tmp"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

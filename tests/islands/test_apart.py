@@ -1,0 +1,278 @@
+"""Islands that are jobs of their own: what lands on one, its data, and what is refused."""
+
+import io
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from holmesjax import Trainer, job
+from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints.restoring import flatten
+from holmesjax.config import OuterConfig
+from holmesjax.data.batches import Batches
+from holmesjax.errors import HolmesError, PeerError
+from holmesjax.islands.apart import ApartPlacer
+from holmesjax.islands.mailbox import Mailbox, MailboxSeat, Rules
+from holmesjax.islands.mailbox_places import Counted, Folder
+from holmesjax.islands.mailbox_records import IslandProgress
+from holmesjax.planner.island_alone import alone
+from holmesjax.report import island_rounds, page
+from holmesjax.runtime.prefetch import Inputs, Step
+from tests.diloco import diloco
+from tests.jobs import HANG_S, RunningJob, compiling_once
+from tests.priced_saves import assert_priced_as_written
+
+RUN = "configs/runs/quickstart.yaml"
+SMALL = {
+    "topology": "configs/topologies/two_cpus.yaml",
+    "train.steps": 5,
+    "train.eval_every": 0,
+    "model.num_layers": 2,
+    "model.width": 16,
+    "model.context_length": 32,
+    "parallel": None,
+    "parallel.microbatches": 1,
+    "log.report": False,
+    "log.tensorboard": False,
+    "checkpoint.every": None,
+}
+MAILBOX = {"parallel.across": "local_updates", "parallel.meet": "mailbox", "parallel.every": 2}
+TOKENS = 8 * 32  # of a step of one of two islands
+LIMIT_S = 60.0
+
+
+def trainer(folder, **more):
+    return Trainer(RUN, {**SMALL, "run.dir": str(folder), **MAILBOX, **more}, io.StringIO())
+
+
+def saved(run_dir):
+    """The digests of all arrays of the newest checkpoint."""
+    arrays = manifest.find(run_dir)[0].manifest["arrays"]
+    return {name: facts["digest"] for name, facts in arrays.items()}
+
+
+def test_one_island_with_a_plain_rule_trains_as_a_run_without(tmp_path):
+    """Also over an interruption between two rounds, and with a learning rate that changes."""
+    one = {"topology": "configs/topologies/one_cpu.yaml"}
+    rule = {"parallel.outer": {"rate": 1.0, "momentum": 0.0}, "parallel.island": "cpu"}
+    plain = Trainer(RUN, {**SMALL, **one, "run.dir": str(tmp_path / "plain")}, io.StringIO())
+    plain.run()
+    cut = trainer(tmp_path / "apart", **one, **rule)
+    for _ in range(3):
+        cut.step()
+    cut.close()
+    assert_priced_as_written(tmp_path / "apart/cpu")
+    again = Trainer(tmp_path / "apart/cpu", stream=io.StringIO())
+    again.run()
+    assert again.finished
+    own, island = saved(tmp_path / "plain"), saved(tmp_path / "apart/cpu")
+    assert {name: x for name, x in island.items() if name.startswith("params.")} == {
+        name: x for name, x in own.items() if name.startswith("params.")
+    }
+    assert {f"island_0.{name}": digest for name, digest in own.items()}.items() <= island.items()
+    for name in ("loss", "learning_rate"):
+        assert [x[name] for x in again.history] == [x[name] for x in plain.history]
+
+
+class OtherIsland:
+    """The second of two islands, whose weights a test gives."""
+
+    def __init__(self, folder, names):
+        seat = MailboxSeat(
+            order=("ib", "roce"), number=1, part=0, parts=1, names=tuple(names), writes=True
+        )
+        rules = Rules(outer=OuterConfig(), quorum=2, grace_s=0.0, lease_s=0.5)
+        self.box = Mailbox(Counted(Folder(folder / "mailbox")), seat, rules, folder, print)
+
+    def send(self, number, weights, tokens):
+        self.box.send(number, IslandProgress(number, number, 8 * number, tokens), weights.items)
+        self.box.turn()
+
+
+def host(trainer, name):
+    """The weights of an island, or the global ones that it knows."""
+    states = trainer._loop.states
+    trees = [state.params if name == "params" else state.outer.weights for state in states]
+    return {key: np.array(x) for tree in trees for key, x in flatten(tree).items()}
+
+
+def test_what_lands_is_the_global_weights_and_the_change_since(tmp_path):
+    """The island sends after step 2, and the round lands behind step 3; it is without it after 5.
+
+    The learning rate is at the tokens of both.
+    """
+    with trainer(tmp_path, **{"parallel.island": "ib", "parallel.quorum": 2}) as island:
+        first, runner = host(island, "params"), island._loop.runner
+        other = OtherIsland(tmp_path, first)
+        island.step()
+        island.step()
+        sent = host(island, "params")
+        theirs = {name: x + np.float32(0.01) for name, x in sent.items()}
+        other.send(1, theirs, tokens=3 * TOKENS)
+        island.step()
+        now = host(island, "params")
+        runner._mailbox.record(1, LIMIT_S)
+        runner.agree(runner.news())
+        landed = runner.settled(island._loop.states)
+        island._loop.states = landed
+        new, known = host(island, "params"), host(island, "outer")
+        for name, x in first.items():
+            mean = np.average([sent[name], theirs[name]], axis=0, weights=[2, 3]).astype(np.float64)
+            expected, _ = diloco(OuterConfig(), [mean], x.astype(np.float64), 0 * x)
+            np.testing.assert_allclose(known[name], expected, rtol=0, atol=1e-6)
+            change = now[name].astype(np.float64) - sent[name]
+            np.testing.assert_allclose(new[name], expected + change, rtol=0, atol=1e-6)
+        # Five half steps are two whole ones, and then its own that is not merged.
+        assert int(landed[0].opt_state.updates) == 3
+        island.step()
+        assert runner._sent is None
+        island.stop()
+
+
+def test_an_island_that_comes_back_goes_on_with_the_newest_weights(tmp_path):
+    """Its checkpoint is of step 3. What it has sent after step 4 is merged when it is killed."""
+    settings = {"parallel.island": "ib", "train.steps": 40, "checkpoint.every": 3}
+    with trainer(tmp_path, **settings) as island:
+        for _ in range(5):
+            island.step()
+            wait_for_the_mailbox(island)
+        before = island._loop.runner._mailbox._newest
+        assert before.known["ib"].step == 4
+        island._abandon()
+    with Trainer(tmp_path / "ib", stream=io.StringIO()) as again:
+        again.step()
+        text = again._stream.getvalue()
+        assert "leaves out 8 sequences behind step 3 (the global weights have them)" in text
+        own, base = host(again, "params"), host(again, "outer")
+        assert again._loop.runner.round == before.round
+        # One step of Adam changes no number by much more than the learning rate.
+        assert max(np.abs(own[name] - base[name]).max() for name in own) < 0.01
+        again._abandon()
+
+
+def wait_for_the_mailbox(island):
+    """Until what the island has sent is merged."""
+    runner, end_s = island._loop.runner, time.monotonic() + LIMIT_S
+    box = runner._mailbox
+    while runner._sent and box._newest.round < runner._sent.round:
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+class Noted:
+    """A placer that notes which sequences it makes."""
+
+    def make(self, batches, what):
+        size = getattr(what, "global_batch", batches.global_batch)
+        first = what.first_sequence if isinstance(what, Step) else what.index * size
+        return Inputs(num_targets=size, microbatches={0: list(range(first, first + size))})
+
+
+def test_islands_share_the_order_of_the_data_and_have_nothing_in_common():
+    """However many steps each takes. A validation has the sequences of the run without islands."""
+    batches = Batches.__new__(Batches)
+    for name, value in {"global_batch": 4, "num_validation": 2}.items():
+        object.__setattr__(batches, name, value)
+    steps = {0: 6, 1: 2, 2: 3}
+    seen = [
+        sequence
+        for k, count in steps.items()
+        for n in range(count)
+        for part in ApartPlacer(Noted(), k, 3).make(batches, Step(4 * n, 4)).parts.values()
+        for sequence in part.microbatches[0]
+    ]
+    assert len(seen) == len(set(seen)) == 4 * sum(steps.values())
+    assert set(range(12 * min(steps.values()))) <= set(seen)
+
+
+def refused(**settings):
+    with pytest.raises(HolmesError) as error:
+        job.load(RUN, {**SMALL, **MAILBOX, **settings})
+    return str(error.value)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    assert "parallel.island: names no island\n  found: rose" in refused(
+        **{"parallel.island": "rose"}
+    )
+    assert "parallel.quorum: must be at most 2" in refused(**{"parallel.quorum": 3})
+    assert "parallel.mailbox: is a URL that names no folder" in refused(
+        **{"parallel.mailbox": "s3://bucket"}
+    )
+    assert "parallel.delay: is only for parallel.meet: direct" in refused(**{"parallel.delay": 1})
+    assert "parallel.meet: is only for islands" in refused(**{"parallel.across": "pipeline"})
+    assert "parallel.quorum: is only for parallel.meet: mailbox" in refused(
+        **{"parallel.meet": "direct", "parallel.quorum": 1}
+    )
+    with pytest.raises(HolmesError, match="start the others likewise"):
+        trainer(tmp_path).run()
+    (tmp_path / "mailbox").write_text("in the way")
+    with pytest.raises(HolmesError, match="mailbox") as error:
+        trainer(tmp_path, **{"parallel.island": "ib"}).run()
+    assert not isinstance(error.value, PeerError)
+
+
+def test_the_job_of_an_island_has_its_part(tmp_path):
+    whole = job.load(RUN, {**SMALL, **MAILBOX})
+    part = job.load(RUN, {**SMALL, **MAILBOX, "parallel.island": "roce"})
+    train = part.config.train
+    assert (train.steps, train.global_batch) == (2 * whole.config.train.steps, 8)
+    assert [cluster.name for cluster in part.topology.clusters] == ["roce"]
+    assert part.config.run.dir.endswith("/roce")
+    assert part.config.parallel.mailbox == f"{whole.config.run.dir}/mailbox"
+    assert alone(part.config, part.topology) == (part.config, part.topology)
+    lines = "\n".join(part.describe())
+    assert "in a round each sends" in lines
+    assert "who merges sends" in lines
+
+
+def test_an_island_is_stopped_and_one_is_killed_and_both_end_with_the_same_weights(tmp_path):
+    """Real processes: the second goes on alone, is killed, and comes back; then the first goes on.
+
+    It was killed before its first checkpoint, so it begins with the weights of the mailbox.
+    """
+    settings = [f"{name}={value}" for name, value in (SMALL | MAILBOX).items() if value is not None]
+    words = [RUN, *settings, f"run.dir={tmp_path}", "train.steps=60", "train.log_every_s=0"]
+    words += ["distributed.heartbeat_timeout_s=2", "parallel.grace_s=1", "checkpoint.every=1000"]
+    words += ["parallel.tensor=1", "parallel.schedule=1f1b", "parallel.every=5"]
+    start = lambda name: RunningJob(*words, f"parallel.island={name}", env=compiling_once(tmp_path))
+    with start("ib") as stopped, start("roce") as killed:
+        stopped.until("step   5/")
+        stopped.process.send_signal(signal.SIGSTOP)
+        rounds = tmp_path / "roce/rounds.jsonl"
+        end_s = time.monotonic() + HANG_S
+        while not rounds.exists() or '"roce"' not in rounds.read_text():  # merged by itself
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        killed.process.kill()
+        killed.process.wait()
+        stopped.process.send_signal(signal.SIGCONT)
+        with start("roce") as again:
+            assert again.end() == 0, again.output
+        assert stopped.end() == 0, stopped.output
+    assert "(the global weights have them)" in again.output
+    ends = []
+    for name in ("ib", "roce"):
+        arrays = manifest.find(tmp_path / name)[0].manifest["arrays"]
+        params = {key: x["digest"] for key, x in arrays.items() if key.startswith("params.")}
+        assert params == {key: arrays[f"island_0.{key}"]["digest"] for key in params}
+        ends.append(params)
+    assert ends[0] == ends[1]
+
+
+def test_the_report_has_the_rounds_and_the_events(tmp_path):
+    lines = [
+        '{"round": 0, "tokens": 0, "islands": {}, "by": "ib", "is_merged": false}',
+        '{"round": 1, "tokens": 9, "islands": {"ib": 5, "roce": 4}, "by": "ib", "is_merged": true}',
+        '{"event": "round 2 has no quorum: ib sent, of 2"}',
+        '{"round": 2, "tokens": 12, "islands": {"roce": 3}, "by": "roce", "is_merged": false}',
+        '{"round": 3, "tok',
+    ]
+    (tmp_path / "rounds.jsonl").write_text("\n".join(lines))
+    found = island_rounds.read(tmp_path)
+    assert found == (2, 1, {"ib": 5, "roce": 7}, ("round 2 has no quorum: ib sent, of 2",))
+    assert island_rounds.read(tmp_path / "nowhere") is None
+    [section] = page._rounds_section(found)
+    assert "2 rounds of the mailbox landed, 1 of them merged without this island" in section.text

@@ -1,0 +1,358 @@
+"""The mailbox of islands that wait for nobody: who merges, what, and what a damaged one does."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from holmesjax.config import OuterConfig
+from holmesjax.errors import HolmesError, LostLeaseError
+from holmesjax.islands import mailbox_records as records
+from holmesjax.islands.election import Leases, RoundWatch
+from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox, MailboxSeat, Rules, claim
+from holmesjax.islands.mailbox_places import Counted, Folder, open_place
+from holmesjax.islands.mailbox_records import IslandProgress, Sent
+from holmesjax.islands.weighted_mean import merge, weighted_mean
+from holmesjax.plan.mailbox_cost import mailbox_cost
+from tests.data.object_store import object_store
+
+RULES = Rules(outer=OuterConfig(), quorum=1, grace_s=10.0, lease_s=4.0)
+SHAPES = {"embed.token_VD": (64, 16), "block_000.up_DF": (16, 40), "head.scale_D": (16,)}
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+class Island:
+    """An island without steps: what it sends is given to it."""
+
+    def __init__(self, place, number, count=2, rules=RULES, clock=None, scratch=None):
+        self.said, self.clock = [], clock or Clock()
+        order = tuple("abcd"[:count])
+        seat = MailboxSeat(
+            order=order, number=number, part=0, parts=1, names=tuple(SHAPES), writes=True
+        )
+        self.box = Mailbox(Counted(place), seat, rules, scratch, self.said.append, self.clock)
+
+    def send(self, number, seed, tokens=1, step=None):
+        progress = IslandProgress(number, step or number, 8 * number, tokens)
+        self.box.send(number, progress, arrays(seed).items)
+
+    def turn(self, later_s=0.0):
+        self.clock.now_s += later_s
+        self.box.turn()
+
+    def take(self, number):
+        return self.box.take(number, 0.0)
+
+
+@pytest.fixture
+def make(tmp_path):
+    place = Folder(tmp_path / "box")
+    return functools.partial(Island, place, scratch=tmp_path / "scratch")
+
+
+def begun(make, **more):
+    """Two islands that have merged round 0, and have its weights."""
+    one, two = make(0, **more), make(1, **more)
+    one.send(0, seed=0)
+    for island in (one, two):
+        island.turn()
+        island.take(0)
+    return one, two
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_merge_is_the_rule_in_float64_with_weights_by_tokens(nesterov):
+    outer, rng = OuterConfig(rate=0.7, momentum=0.9, nesterov=nesterov), np.random.default_rng(0)
+    of_islands = rng.normal(size=(3, 50)).astype(np.float32)
+    weights, momentum = rng.normal(size=(2, 50)).astype(np.float32)
+    tokens = [300, 100, 7]
+    mean = np.average(of_islands.astype(np.float64), axis=0, weights=tokens)
+    gradient = weights - mean
+    after = 0.9 * momentum.astype(np.float64) + gradient
+    step = gradient + 0.9 * after if nesterov else after
+    new, kept = merge(outer, of_islands, tokens, weights, momentum)
+    assert (new.dtype, kept.dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose(new, weights - 0.7 * step, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(kept, after, rtol=0, atol=2e-6)
+
+
+def test_one_island_and_equal_ones_are_their_own_mean_to_the_bit():
+    x = arrays(0)["embed.token_VD"]
+    for copies, tokens in (([x], [7]), ([x, x, x], [1, 5, 3])):
+        np.testing.assert_array_equal(weighted_mean(copies, tokens), x)
+    plain = OuterConfig(rate=1.0, momentum=0.0)
+    np.testing.assert_array_equal(merge(plain, [x], [7], x + 1, 0 * x)[0], x)
+
+
+def test_a_lease_ends_by_the_clock_of_its_reader():
+    clock = Clock()
+    leases = Leases(4.0, clock)
+    leases.take({"a": 1, "b": 1})
+    clock.now_s += 3.0
+    leases.take({"a": 2, "b": 1})
+    assert leases.live() == {"a", "b"}
+    clock.now_s += 2.0
+    assert leases.live() == {"a"}
+    leases.take({"b": 2})  # a has given it back
+    assert leases.live() == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "live", "after_s"),
+    [
+        ("a", "ab", "ab", 0.0),  # all have sent
+        ("b", "ab", "ab", 4.0),  # a merges, unless it lets a lease's time pass
+        ("b", "ab", "b", 0.0),  # a is gone
+        ("a", "a", "abc", None),  # no quorum
+        ("a", "ab", "abc", 10.0),  # c is late, and gets its grace
+        ("c", "ab", "abc", 18.0),  # whoever has not sent may merge: behind its grace, and a and b
+        ("c", "bc", "c", 0.0),
+    ],
+)
+def test_the_lowest_live_island_merges_and_the_next_ones_follow(name, sent, live, after_s):
+    clock = Clock()
+    watch = RoundWatch(
+        number=1, name=name, order=("a", "b", "c"), quorum=2, grace_s=10.0, lease_s=4.0, clock=clock
+    )
+    found = None
+    for half_seconds in range(60):
+        clock.now_s = 100.0 + half_seconds / 2
+        if watch.is_mine(set(sent), set(live)):
+            found = half_seconds / 2
+            break
+    assert found == after_s
+
+
+def test_a_round_has_the_weights_of_those_that_sent_by_their_tokens(make):
+    one, two = begun(make)
+    one.send(1, seed=1, tokens=30)
+    two.send(1, seed=2, tokens=10)
+    two.turn()
+    one.turn()
+    two.turn()
+    record, weights = one.take(1)
+    assert (record.tokens, record.islands, record.by) == (40, {"a": 30, "b": 10}, "a")
+    assert record.known["b"] == IslandProgress(1, 1, 8, 10)
+    for name in SHAPES:
+        old, own = arrays(0)[name], [arrays(1)[name], arrays(2)[name]]
+        new, _ = merge(RULES.outer, own, [30, 10], old, 0 * old)
+        np.testing.assert_array_equal(weights[name], new)
+    assert two.box.news().arrived == 1
+
+
+def test_the_momentum_goes_on_whoever_merges(make):
+    """An island that is gone is left out, and the next one merges with the momentum of before."""
+    one, two = begun(make)
+    one.send(1, seed=1)
+    two.send(1, seed=2)
+    two.turn()
+    one.turn()  # and then it is gone
+    for number in (2, 3):
+        two.turn()
+        two.take(number - 1)
+        two.send(number, seed=number + 1)
+        two.turn(later_s=5.0)
+    two.turn()
+    record, weights = two.take(3)
+    assert (record.by, record.islands, record.known["a"].round) == ("b", {"b": 1}, 1)
+    for name in SHAPES:
+        new, momentum = arrays(0)[name], np.zeros(SHAPES[name], np.float32)
+        for seeds in ((1, 2), (3,), (4,)):
+            own = [arrays(seed)[name] for seed in seeds]
+            new, momentum = merge(RULES.outer, own, [1] * len(own), new, momentum)
+        np.testing.assert_array_equal(weights[name], new)
+
+
+def test_two_mergers_at_once_leave_one_result(make, tmp_path):
+    """The second has seen more than the first, and comes to another result."""
+    one, two = begun(make)
+    one.send(1, seed=1)
+    one.turn()
+    two.send(1, seed=2)
+    names = lambda: records.in_rounds(two.box.place.listed(records.ROUNDS))
+    real_put = two.box.place.put
+
+    def put(name, content, *, replaces=True):
+        if name.endswith("merged.json"):  # between its sums and its record
+            assert "merged.json" not in names()[1]
+            one.turn(later_s=11.0)
+            assert "merged.json" in names()[1]
+        real_put(name, content, replaces=replaces)
+
+    one.box._leases.take({"b": "lives"})
+    two.box.place.put = put
+    two.turn(later_s=20.0)
+    for island in (one, two):
+        island.turn()
+    found = [island.take(1) for island in (one, two)]
+    assert found[0].record == found[1].record
+    for name in SHAPES:
+        np.testing.assert_array_equal(found[0].weights[name], found[1].weights[name])
+    assert sum("global." in name for name in names()[1]) == 1
+
+
+def test_what_is_damaged_is_left_out_or_merged_again(make, tmp_path):
+    one, two = begun(make)
+    one.send(1, seed=1)
+    two.send(1, seed=2)
+    two.turn()
+    [path] = (tmp_path / "box").glob("rounds/00000001/b.*.bin")
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    one.turn()
+    assert "has not the SHA-256 of its record" in one.said[0]
+    one.turn(later_s=11.0)
+    assert one.take(1).record.islands == {"a": 1}
+    [path] = (tmp_path / "box").glob("rounds/00000001/global.a.*.bin")
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    two.turn()
+    two.turn()  # takes the record back
+    two.turn(later_s=11.0)
+    two.turn(later_s=11.0)
+    record, weights = two.take(1)
+    for name in SHAPES:
+        old = arrays(0)[name]
+        new, _ = merge(RULES.outer, [arrays(1)[name]], [1], old, 0 * old)
+        np.testing.assert_array_equal(weights[name], new)
+    assert record.islands == {"a": 1}
+
+
+def test_a_record_that_was_changed_is_none():
+    sent = Sent(
+        round=1,
+        island="a",
+        session="0" * 16,
+        part=0,
+        parts=1,
+        progress=IslandProgress(1, 2, 3, 4),
+        file="x",
+        index={},
+    )
+    content = sent.to_bytes()
+    assert Sent.from_bytes(content, "x") == sent
+    for other in (content.replace(b'"part": 0', b'"part": 1'), content[:-9], b"", b"[1]", b"{}"):
+        with pytest.raises(records.DamagedObjectError, match=r"^x "):
+            Sent.from_bytes(other, "x")
+    with pytest.raises(records.DamagedObjectError, match="other fields"):
+        Sent.from_bytes(records.sealed({"round": 1}), "x")
+
+
+def test_a_place_that_is_away_is_said_once_and_tried_again(make):
+    one, _ = begun(make)
+    one.send(1, seed=1)
+    listed, one.box.place.listed = one.box.place.listed, _raise_away
+    one.turn()
+    one.turn(later_s=30.0)
+    one.box.place.listed = listed
+    one.turn()
+    one.turn()
+    assert one.said == [
+        "warning: the mailbox cannot be reached, steps go on: [Errno 5] away",
+        "the mailbox is there again after 30 s",
+    ]
+    assert one.take(1).record.islands == {"a": 1}
+
+
+def _raise_away(name):
+    raise OSError(5, "away")
+
+
+def test_a_job_whose_island_another_job_trains_ends(make):
+    one, other = make(0), make(0)
+    one.turn()
+    other.turn()
+    with pytest.raises(LostLeaseError, match="is trained by another job"):
+        one.turn(later_s=2.0)
+
+
+def test_a_mailbox_is_that_of_one_run(tmp_path):
+    place = Counted(Folder(tmp_path))
+    claim(place, {"model": "x", "seed": 1}, "box")
+    claim(place, {"model": "x", "seed": 1}, "box")
+    with pytest.raises(HolmesError, match="mailbox of another run\n  found: seed: 1, not 2"):
+        claim(place, {"model": "x", "seed": 2}, "box")
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(HolmesError, match="box: is no mailbox"):
+        claim(place, {"model": "x", "seed": 1}, "box")
+
+
+def test_bytes_and_requests_are_those_of_the_plan_and_old_rounds_go(make, monkeypatch):
+    """The shapes are large enough that records are less than 2% of the bytes."""
+    monkeypatch.setitem(SHAPES, "block_000.up_DF", (200, 1000))
+    one, two = begun(make)
+    sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+    cost = mailbox_cost(sizes, 2, [[name.partition(".")[0] for name in SHAPES]])
+    for number in range(1, KEPT_ROUNDS + 3):
+        before = [dataclasses.replace(island.box.place) for island in (one, two)]
+        for island, seed in ((two, 1), (one, 2)):
+            island.send(number, seed=seed)
+            island.turn()
+        two.turn()
+        for island in (one, two):
+            island.take(number)
+        now = [island.box.place for island in (one, two)]
+        sent, received = (
+            [getattr(y, name) - getattr(x, name) for x, y in zip(before, now, strict=True)]
+            for name in ("sent", "received")
+        )
+    expected = [cost.sent + cost.merge_sent, cost.sent]
+    np.testing.assert_allclose(sent, expected, rtol=0.02)
+    expected = [cost.received + cost.merge_received, cost.received]
+    np.testing.assert_allclose(received, expected, rtol=0.02)
+    requests = now[0].requests - before[0].requests
+    # Besides: two lists, the records of what both have sent, and an old round goes.
+    assert requests == cost.requests + cost.merge_requests + 2 + 2 + 1
+    rounds = records.in_rounds(one.box.place.listed(records.ROUNDS))
+    assert sorted(rounds) == list(range(number - KEPT_ROUNDS + 1, number + 1))
+
+
+def test_an_object_store_is_a_mailbox(tmp_path):
+    """Its records are written once, and its arrays are read in pieces."""
+    with object_store("runs"):
+        place = open_place("s3://runs/box")
+        make = functools.partial(Island, place, scratch=tmp_path / "scratch")
+        one, two = begun(make)
+        for number in range(1, 3):
+            for island in (two, one):
+                island.send(number, seed=number)
+                island.turn()
+            two.turn()
+            taken = [island.take(number) for island in (one, two)]
+        for name in SHAPES:
+            np.testing.assert_array_equal(taken[0].weights[name], taken[1].weights[name])
+        place.put("once", b"x", replaces=False)
+        place.put("once", b"x", replaces=False)  # an answer that was lost
+        with pytest.raises(FileExistsError):
+            place.put("once", b"y", replaces=False)
+        claim(Counted(place), {"seed": 1}, "box")
+        with pytest.raises(HolmesError, match="of another run"):
+            claim(Counted(place), {"seed": 2}, "box")
+        place.close()
+
+
+def test_neighbours_are_read_at_once_and_the_rest_is_not(tmp_path):
+    place = Counted(Folder(tmp_path))
+    index = records.write_arrays(tmp_path / "x", arrays(0).items())
+    names = list(SHAPES)
+    for some in itertools.combinations(names, 2):
+        place.requests = place.received = 0
+        found = records.read_arrays(place, "x", index, some)
+        for name in some:
+            np.testing.assert_array_equal(found[name], arrays(0)[name])
+        assert place.received == sum(found[name].nbytes for name in some)
+        assert place.requests == (2 if some == (names[0], names[2]) else 1)
