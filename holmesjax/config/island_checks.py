@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import ParallelConfig
+from holmesjax.config.sections import ParallelConfig, PlanConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
 
@@ -13,11 +13,11 @@ PIPELINE = "or set parallel.across to pipeline"
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
     for name in ("islands", "every", "outer", "fragments", "delay", "blend"):
-        if not parallel.has_islands and getattr(parallel, name) is not None:
-            problem = "is only for parallel.across: local_updates"
+        if parallel.across == "pipeline" and getattr(parallel, name) is not None:
+            problem = "is only for parallel.across: local_updates or auto"
             fix = "remove it, or set parallel.across to local_updates"
             yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
-    if parallel.has_islands and parallel.clusters is not None:
+    if parallel.across != "pipeline" and parallel.clusters is not None:
         problem, found = "is for one pipeline, and islands have one each", list(parallel.clusters)
         yield wrong("parallel.clusters", problem, found, f"use parallel.islands, {PIPELINE}")
 
@@ -30,7 +30,7 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
 
 
 def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if not parallel.has_islands:
+    if parallel.across == "pipeline" or (parallel.across == "auto" and parallel.every is None):
         return
     every, fragments, delay = parallel.meets_every, parallel.fragments or 1, parallel.delay or 0
     if every % fragments:
@@ -70,3 +70,12 @@ def islands_have_no_average(
     if parallel.has_islands and optimizer.ema_decay is not None:
         problem, fix = "islands keep no average of weights so far", f"remove it, {PIPELINE}"
         yield wrong("optimizer.ema_decay", problem, optimizer.ema_decay, fix)
+
+
+def islands_are_compared_by_time(
+    parallel: ParallelConfig, plan: PlanConfig
+) -> Iterator[ConfigError]:
+    if parallel.across == "auto" and plan.allow and not plan.is_by_time:
+        problem = "cannot have local_updates beside an objective or a budget in dollars so far"
+        fix = f"remove it, {PIPELINE}"
+        yield wrong("plan.allow", problem, list(plan.allow), fix)
