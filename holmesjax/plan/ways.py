@@ -41,7 +41,7 @@ class Choice:
     config: Config  # with what was chosen in its place
     plan: Plan
     ways: tuple[Way, ...] = ()  # that were compared, the chosen one first; none: only a pipeline
-    num_slower: int = 0  # groupings that were not planned, since their devices alone take longer
+    num_slower: int = 0  # groupings that were not planned: others are faster, or look so
 
     def describe(self) -> str:
         """The choice in a line for the console."""

@@ -1,9 +1,9 @@
 """The choice between a pipeline over clusters and islands, where `parallel.across` is auto.
 
 Near clusters can be one island, joined by a pipeline, and far ones others. All groupings of few
-clusters are compared, and of more those that the rates of links suggest (`groupings`). A grouping
-that cannot win is not planned: its devices take longer than the best way, without any meeting, at
-their peak or by the plans of single clusters.
+clusters are looked at, and of more those that the rates of links suggest (`groupings`). A grouping
+that cannot win is not planned: its devices take longer than the best way without any meeting, at
+their peak or by the plans of single clusters. Of mixtures the most promising are planned.
 """
 
 import itertools
@@ -34,6 +34,7 @@ EVERY = (10, 20, 50, 100, 200, 500)
 FRAGMENTS = (1, 2, 4, 8)
 DELAYS = (0, 2, 4, 8)  # half of each for one way
 BLEND = 0.5  # with a delay, or the steps meanwhile are lost
+MOST_MIXTURES = 8  # groupings with an island of several clusters that are planned
 # Of the time that its clusters would take together, each by its own plan, an island of several is
 # taken to need this share at least: layers that single clusters compute again it may keep.
 LEAST_SHARE, LEAST_SHARE_KEPT = 0.95, 0.7
@@ -100,24 +101,25 @@ def _islands(
     best_s: float,
 ) -> tuple[Choice | None, list[Way], int]:
     """The best islands that take less than so many seconds; all that were planned; and how many
-    groupings were not."""
+    groupings were not: they cannot be faster, or others look better."""
     rate = config.plan.islands_more_tokens
     least_every = min(parallel.meets_every for parallel in settings)
     price = lambda grouping: 1.0 + more_tokens(rate, len(grouping), least_every)
-    bounds = [
-        (_least_s(config, topology, grouping) * price(grouping), grouping)
-        for grouping in _groupings(config, topology)
-    ]
-    best, ways, num_slower = None, list[Way](), 0
+    best, ways, num_planned = None, list[Way](), 0
     make_once = _remembering(make)
-    for peak_s, grouping in sorted(bounds, key=lambda bound: (bound[0], _size(bound[1]))):
-        is_slower = peak_s >= best_s
-        if not is_slower and _size(grouping) > 1:
-            alone_s = _least_alone_s(config, topology, grouping, make_once)
-            is_slower = alone_s * price(grouping) >= best_s
-        if is_slower:
-            num_slower += 1
+
+    def least_s(grouping: Grouping) -> float:
+        if _size(grouping) == 1:
+            return _least_s(config, topology, grouping) * price(grouping)
+        return _least_alone_s(config, topology, grouping, make_once) * price(grouping)
+
+    known = list(_groupings(config, topology))
+    for grouping in _in_order(known, least_s):
+        if least_s(grouping) >= best_s:
             continue
+        if _size(grouping) > 1 and num_planned == MOST_MIXTURES:
+            break
+        num_planned += _size(grouping) > 1
         say(f"islands {_text(grouping)}")
         asked = [replace(parallel, islands=grouping) for parallel in settings]
         try:
@@ -132,7 +134,16 @@ def _islands(
         if way.priced_s < best_s:
             best_s = way.priced_s
             best = Choice(asked=config, config=found, plan=plan)
-    return best, ways, num_slower
+    return best, ways, len(known) - len(ways)
+
+
+def _in_order(
+    known: Sequence[Grouping], least_s: Callable[[Grouping], float]
+) -> Iterator[Grouping]:
+    """Yields single clusters as islands, and then mixtures, each with the fastest first."""
+    for mixed in (False, True):
+        these = [grouping for grouping in known if (_size(grouping) > 1) == mixed]
+        yield from sorted(these, key=least_s)
 
 
 def _with_meetings(

@@ -84,7 +84,7 @@ def _compared(
         notes.append("islands need plan.allow=[local_updates]: the run is a pipeline without it")
     if choice.num_slower:
         notes.append(
-            f"groupings of clusters that cannot be faster, by their devices alone: "
+            f"groupings of clusters that were not planned, since others looked better: "
             f"{choice.num_slower}"
         )
     return choice.ways, tuple(notes)
