@@ -228,6 +228,7 @@ def main() -> int:
     args = parse()
     os.chdir(ROOT)
     count = f"--xla_force_host_platform_device_count={NUM_ISLANDS}"
+    count += " --xla_cpu_multi_thread_eigen=false"  # a core is enough for islands that take turns
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
     path = args.out / "local_updates.json"
     result: Run = {**provenance("local_updates"), "runs": [], "lab": []}
