@@ -34,7 +34,7 @@ EVERY = (10, 20, 50, 100, 200, 500)
 FRAGMENTS = (1, 2, 4, 8)
 DELAYS = (0, 2, 4, 8)  # half of each for one way
 BLEND = 0.5  # with a delay, or the steps meanwhile are lost
-MOST_MIXTURES = 8  # groupings with an island of several clusters that are planned
+MOST_MIXTURES = 4  # groupings with an island of several clusters that are planned
 # Of the time that its clusters would take together, each by its own plan, an island of several is
 # taken to need this share at least: layers that single clusters compute again it may keep.
 LEAST_SHARE, LEAST_SHARE_KEPT = 0.95, 0.7
