@@ -251,7 +251,7 @@ def measure_overlap(repeats: int) -> list[Result]:
     What a meeting sends takes SHARE of the time of the steps from one to the next. That is a tenth
     of the rate at which it would take a tenth of SHARE.
     """
-    runs = []
+    runs = list[Result]()
     for repeat in range(repeats):
         step_s = math.nan
         for name, parallel in L4_ROWS.items():
@@ -287,7 +287,7 @@ PEER_ROWS: dict[str, ParallelConfig | str] = {
 
 def measure_peers(repeats: int, python: str | None) -> list[Result]:
     """Tokens/s of each system over each link; those of PyTorch need a Python that has it."""
-    runs = []
+    runs = list[Result]()
     order = itertools.product(range(repeats), POINTS.items(), PEER_ROWS.items())
     for repeat, (point, rate), (name, how) in order:
         with tempfile.TemporaryDirectory(prefix="local_updates_") as folder:

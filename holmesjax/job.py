@@ -33,7 +33,7 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan import mfu, pins, plan as plans, save_costs
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Axis, Plan
-from holmesjax.plan.ways import Choice
+from holmesjax.plan.ways import ChosenWay
 from holmesjax.planner.refusals import refuse_empty_groups
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
@@ -60,7 +60,7 @@ class Job:
     plan: Plan
     unpinned: Plan | None = None  # the best that was found without what the run sets of the plan
     pinned_at: str = ""  # where the run sets a part of the plan
-    choice: Choice | None = (
+    choice: ChosenWay | None = (
         None  # between a pipeline and islands, if the run left it to the planner
     )
 

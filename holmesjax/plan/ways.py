@@ -34,8 +34,8 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What the planner has chosen where `parallel.across` is auto."""
+class ChosenWay:
+    """The way that the planner has chosen where `parallel.across` is auto."""
 
     asked: Config  # with auto
     config: Config  # with what was chosen in its place
@@ -49,10 +49,10 @@ class Choice:
             why = "islands train otherwise, and plan.allow has no local_updates"
             return f"chosen      no islands: {why}"
         best, *others = [way for way in self.ways if way.step_s is not None]
-        text = f"chosen      {best.what}: {show(best.priced_s, 's')}"
+        text = f"chosen      {best.what}: {show(best.priced_s, 's')} with its price"
         for way in others[:1]:
             text += f"; then {way.what}: {show(way.priced_s, 's')}"
-        return f"{text}, with the tokens that islands need more"
+        return text
 
 
 def more_tokens(rate: float, islands: int, every: int) -> float:

@@ -16,7 +16,7 @@ from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs.products import train_flop
 from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan.plan import MeetingCost, Plan
-from holmesjax.plan.ways import Choice, Grouping, Way, more_tokens
+from holmesjax.plan.ways import ChosenWay, Grouping, Way, more_tokens
 from holmesjax.planner.groupings import groupings
 from holmesjax.planner.islands import (
     island_config,
@@ -47,7 +47,7 @@ def choose(
     make: Make,
     usable_memory: float,
     say: Callable[[str], None],
-) -> Choice:
+) -> ChosenWay:
     """The best way to train, by the time for equal loss as `more_tokens` prices it.
 
     Without `local_updates` in `plan.allow` it is the pipeline, and nothing else is looked at.
@@ -62,16 +62,17 @@ def choose(
     Raises PlanError where no way has a plan.
     """
     alone = without_islands(config)
+    best: ChosenWay | None = None
+    refusal: PlanError | None = None
     try:
         plan = make(alone, topology)
     except PlanError as error:
         if not config.plan.allow:
             raise
         pipeline, refusal = Way(what=PIPELINE, why=f"not possible: {error.problem}"), error
-        best = None
     else:
-        pipeline, refusal = way_of_pipeline(plan), None
-        best = Choice(asked=config, config=alone, plan=plan)
+        pipeline = way_of_pipeline(plan)
+        best = ChosenWay(asked=config, config=alone, plan=plan)
         if not config.plan.allow:
             return best
     best_s = pipeline.priced_s if best else float("inf")
@@ -99,7 +100,7 @@ def _islands(
     say: Callable[[str], None],
     settings: Sequence[ParallelConfig],
     best_s: float,
-) -> tuple[Choice | None, list[Way], int]:
+) -> tuple[ChosenWay | None, list[Way], int]:
     """The best islands that take less than so many seconds; all that were planned; and how many
     groupings were not: they cannot be faster, or others look better."""
     rate = config.plan.islands_more_tokens
@@ -133,7 +134,7 @@ def _islands(
         ways.append(way)
         if way.priced_s < best_s:
             best_s = way.priced_s
-            best = Choice(asked=config, config=found, plan=plan)
+            best = ChosenWay(asked=config, config=found, plan=plan)
     return best, ways, len(known) - len(ways)
 
 

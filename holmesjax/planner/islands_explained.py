@@ -10,7 +10,7 @@ from holmesjax.config import Config
 from holmesjax.errors import ConfigError, PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
-from holmesjax.plan.ways import Choice, Way
+from holmesjax.plan.ways import ChosenWay, Way
 from holmesjax.planner.across import PIPELINE, way_of_islands, way_of_pipeline
 from holmesjax.planner.explain import Explanation, aligned, describe, explain
 from holmesjax.planner.islands import clusters_of, island_config, part_of, without_islands
@@ -39,11 +39,15 @@ def explain_run(
     topology: Topology,
     say: Saying = silently,
     usable_memory: float = USABLE_MEMORY,
-    choice: Choice | None = None,
+    choice: ChosenWay | None = None,
 ) -> Explanation | IslandsExplanation:
-    """The explanation of a run, with islands or without. Raises PlanError as `make_plan`.
+    """The explanation of a run, with islands or without.
 
-    `choice` is how the planner came to islands or to a pipeline; None: the run says it.
+    Args:
+      config, topology, say, usable_memory: those of `make_plan`.
+      choice: how the planner came to islands or to a pipeline; None: the run says it.
+
+    Raises PlanError as `make_plan`.
     """
     explain_one = lambda own, machines: explain(own, machines, say, usable_memory)
     if choice is None and not config.parallel.has_islands:
@@ -71,7 +75,7 @@ def explain_run(
 
 
 def _compared(
-    choice: Choice, topology: Topology, say: Saying, usable_memory: float
+    choice: ChosenWay, topology: Topology, say: Saying, usable_memory: float
 ) -> tuple[tuple[Way, ...], tuple[str, ...]]:
     """The ways of a choice, also where islands are not allowed; and lines about them."""
     notes = []

@@ -21,7 +21,7 @@ from holmesjax.errors import PlanError
 from holmesjax.plan import pins
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
-from holmesjax.plan.ways import Choice
+from holmesjax.plan.ways import ChosenWay
 from holmesjax.planner import across
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.islands import plan_islands
@@ -103,7 +103,7 @@ def choose(
     topology: Topology,
     say: Saying = silently,
     usable_memory: float = USABLE_MEMORY,
-) -> Choice:
+) -> ChosenWay:
     """The planner's choice where `parallel.across` is auto. Raises PlanError as `make_plan`."""
     plan_one = functools.partial(make_plan, say=say, usable_memory=usable_memory, remedies=False)
     return across.choose(config, topology, plan_one, usable_memory, say)

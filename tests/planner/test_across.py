@@ -194,7 +194,7 @@ def test_islands_are_never_chosen_without_being_allowed(tmp_path):
 
 
 def test_a_run_that_leaves_the_choice_to_the_planner_has_what_was_chosen(tmp_path):
-    """As if the run had said it."""
+    """The plan is that of a run that says it."""
     settings = {**SLOW, "plan.allow": ["local_updates"], "topology": slow_link(tmp_path)}
     found = job.load(RUN, settings)
     assert "chosen      islands ib | roce, every " in "\n".join(found.describe())
