@@ -6,6 +6,7 @@
 A process has one replica. Each prints its steps as `lab_steps` does.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -53,20 +54,17 @@ def train(
 
 
 def diloco(config: Config, whole: GPT, rank: int, host: str, every: int) -> None:
-    from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import DiLoCo
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
+    # torchft is in an environment of its own, and no dependency.
+    torchft = lambda name: importlib.import_module(f"torchft.{name}")
     lighthouse = None
     if rank == 0:
-        lighthouse = LighthouseServer(
+        lighthouse = torchft("coordination").LighthouseServer(
             bind=f"[::]:{LIGHTHOUSE}", min_replicas=NUM_NODES, join_timeout_ms=60_000
         )
     here = os.environ["HOLMES_NODE_ADDRESS"]
     store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
+    manager = torchft("manager").Manager(
+        pg=torchft("process_group").ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=whole.load_state_dict,
         state_dict=whole.state_dict,
         min_replica_size=NUM_NODES,
@@ -94,7 +92,7 @@ def diloco(config: Config, whole: GPT, rank: int, host: str, every: int) -> None
         inner.step()
         return float(loss)
 
-    with DiLoCo(manager, [whole], inner, outer, sync_every=every):
+    with torchft("local_sgd").DiLoCo(manager, [whole], inner, outer, sync_every=every):
         train(config, rank, step)
     manager.shutdown(wait=False)
     if lighthouse is not None:
