@@ -33,6 +33,7 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan import mfu, pins, plan as plans, save_costs
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Axis, Plan
+from holmesjax.plan.ways import ChosenWay
 from holmesjax.planner.refusals import refuse_empty_groups
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import description, loading, saving
@@ -59,6 +60,9 @@ class Job:
     plan: Plan
     unpinned: Plan | None = None  # the best that was found without what the run sets of the plan
     pinned_at: str = ""  # where the run sets a part of the plan
+    choice: ChosenWay | None = (
+        None  # between a pipeline and islands, if the run left it to the planner
+    )
 
     @property
     def run_dir(self) -> Path:
@@ -204,6 +208,7 @@ class Job:
             *pins.describe(
                 self.plan, pinned, self.unpinned, by_dollars=by_dollars, place=self.pinned_at
             ),
+            *([self.choice.describe()] if self.choice else []),
             *self._active(),
             *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
             self._rate(),
@@ -533,7 +538,7 @@ def load(
             has_trained=waits_for_data and has_trained(places.folder_of(config.run.dir)),
         )
     # Imported here: the processes of a job read its plan.
-    from holmesjax.planner.planner import make_plans
+    from holmesjax.planner.planner import choose, make_plans
 
     has_gpus = set(_device_kinds(config, topology)) != {CPU}
     usable_memory = USABLE_MEMORY
@@ -542,11 +547,25 @@ def load(
         if pool.is_own:
             pool.refuse_hopeless(_parameter_bytes(config), topology)
         usable_memory = pool.usable_memory
-    plan, unpinned = make_plans(config, topology, say, usable_memory, compares=compares)
+    choice = None
+    if config.parallel.across == "auto":
+        choice = choose(config, topology, say, usable_memory)
+        config = choice.config
+    if choice and (choice.plan.islands or not compares):
+        plan, unpinned = choice.plan, None
+    else:
+        plan, unpinned = make_plans(config, topology, say, usable_memory, compares=compares)
     _refuse_uneven_rampup(config, plan)
     pinned = pins.pins(config.parallel)
     place = configs.where_set(target, overrides, "parallel", pinned) if pinned else ""
-    return Job(config=config, topology=topology, plan=plan, unpinned=unpinned, pinned_at=place)
+    return Job(
+        config=config,
+        topology=topology,
+        plan=plan,
+        unpinned=unpinned,
+        pinned_at=place,
+        choice=choice,
+    )
 
 
 def _parameter_bytes(config: Config) -> int:

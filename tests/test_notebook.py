@@ -62,9 +62,10 @@ def test_the_quickstart_runs(tmp_path):
     small = '"train.steps=4", "model.num_layers=2", "model.width=32", "model.context_length=64"'
     shorter = {'"train.steps=16"': small, "train.steps=24": "train.steps=6", "=8": "=4"}
     cells = execute("quickstart", {"../runs/notebook": str(tmp_path / "run"), **shorter})
-    assert have_pictures(cells) == [True, False, True, True, True, True]
+    assert have_pictures(cells) == [True, False, True, True, True, True, False]
     assert "resuming after step 4" in printed(cells)
     assert printed(cells).count("val loss") == 2
+    assert "chosen      islands here | there, every " in printed(cells)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

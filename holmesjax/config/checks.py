@@ -171,6 +171,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         training_checks.rounded_gradients_cross,
         island_checks.training_suits_islands,
     ),
+    ("parallel", "plan"): (island_checks.islands_are_compared_by_time,),
     ("optimizer", "parallel"): (island_checks.islands_have_no_average,),
     ("train", "optimizer"): (training_checks.validated_average_is_kept,),
     ("train", "model", "optimizer"): (training_checks.schedule_fits_run,),

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import OuterConfig, ParallelConfig
+from holmesjax.config.sections import OuterConfig, ParallelConfig, PlanConfig
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
 from holmesjax.files import places
@@ -15,13 +15,17 @@ OF_RULES = {"pull": ("noloco",), "clip": ("co2",), "penalty": ("co2",)}  # setti
 
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    names = ("islands", "every", "outer", "fragments", "delay", "blend", "island")
-    for name in (*names, "mailbox", "quorum", "grace_s", "place"):
+    for name in ("islands", "every", "outer", "fragments", "delay", "blend"):
+        if parallel.across == "pipeline" and getattr(parallel, name) is not None:
+            problem = "is only for parallel.across: local_updates or auto"
+            fix = "remove it, or set parallel.across to local_updates"
+            yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
+    for name in ("island", "mailbox", "quorum", "grace_s", "place"):
         if not parallel.has_islands and getattr(parallel, name) is not None:
             problem = "is only for parallel.across: local_updates"
             fix = "remove it, or set parallel.across to local_updates"
             yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
-    if parallel.has_islands and parallel.clusters is not None:
+    if parallel.across != "pipeline" and parallel.clusters is not None:
         problem, found = "is for one pipeline, and islands have one each", list(parallel.clusters)
         yield wrong("parallel.clusters", problem, found, f"use parallel.islands, {PIPELINE}")
 
@@ -65,7 +69,7 @@ def mailbox_has_its_settings(parallel: ParallelConfig) -> Iterator[ConfigError]:
 
 
 def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if not parallel.has_islands:
+    if parallel.across == "pipeline" or (parallel.across == "auto" and parallel.every is None):
         return
     if parallel.outer_rule.rule != "nesterov":
         return  # which has neither
@@ -139,3 +143,12 @@ def islands_have_no_average(
     if parallel.has_islands and optimizer.ema_decay is not None:
         problem, fix = "islands keep no average of weights so far", f"remove it, {PIPELINE}"
         yield wrong("optimizer.ema_decay", problem, optimizer.ema_decay, fix)
+
+
+def islands_are_compared_by_time(
+    parallel: ParallelConfig, plan: PlanConfig
+) -> Iterator[ConfigError]:
+    if parallel.across == "auto" and plan.allow and not plan.is_by_time:
+        problem = "cannot have local_updates beside an objective or a budget in dollars so far"
+        fix = f"remove it, {PIPELINE}"
+        yield wrong("plan.allow", problem, list(plan.allow), fix)

@@ -197,7 +197,8 @@ class ParallelConfig:
     recomputed_layers: SomeLayersPerStage | None = None
     # What clusters do together. pipeline: one replica of the model, or several, that meet in every
     # step. local_updates: islands, which train replicas on their own and meet every few steps.
-    across: Literal["pipeline", "local_updates"] = "pipeline"
+    # auto: the planner compares both, if plan.allow has local_updates. Else it is a pipeline.
+    across: Literal["pipeline", "local_updates", "auto"] = "pipeline"
     # The clusters of each island, as [[a, b], [c]]. None: each cluster is an island.
     islands: Islands | None = None
     every: Count | None = None  # steps from one meeting of islands to the next. None: 50
@@ -227,7 +228,7 @@ class ParallelConfig:
 
     @property
     def has_islands(self) -> bool:
-        """Whether clusters are islands."""
+        """Whether clusters are islands; false as long as the planner has not chosen."""
         return self.across == "local_updates"
 
     @property
@@ -267,6 +268,17 @@ class PlanConfig:
     # The best plan has the shortest step (step_time), or trains most tokens for a dollar.
     objective: Literal["step_time", "tokens_per_dollar"] = "step_time"
     budget_dollars: Positive | None = None  # dollars for all steps of the run. None: no limit
+    # Other ways to train that the planner may choose, and not only other layouts. local_updates:
+    # islands, where parallel.across is auto.
+    allow: tuple[Literal["local_updates"], ...] = ()
+    # More tokens that islands are taken to need for the same loss, as a share: for each island
+    # after the first, and each 100 steps from one meeting to the next.
+    islands_more_tokens: NonNegative = 0.1
+
+    @property
+    def is_by_time(self) -> bool:
+        """Whether plans are compared by their times alone."""
+        return self.objective == "step_time" and self.budget_dollars is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

@@ -81,7 +81,7 @@ def plan_islands(
     meeting = (
         _mailbox_meeting(config, islands)
         if config.parallel.is_mailbox
-        else _cost(config, topology, names, slowest.step_time_s)
+        else meeting_cost(config, topology, names, slowest.step_time_s)
     )
     return replace(
         slowest,
@@ -89,7 +89,10 @@ def plan_islands(
         global_batch=config.train.global_batch,
         step_time_s=slowest.step_time_s + meeting.exposed_s / meeting.every,
         bound_s=max(island.bound_s for island in islands),
-        idle={node: n for island in islands for node, n in island.idle.items()},
+        idle={
+            **_left_out(topology, names),
+            **{n: d for one in islands for n, d in one.idle.items()},
+        },
         idle_because={},
         step_dollars={},
         pipes={},
@@ -114,6 +117,13 @@ def clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ..
         found, fix = config.train.global_batch, "use another batch, or other islands"
         raise PlanError("train.global_batch", problem, found=found, fix=fix)
     return names
+
+
+def _left_out(topology: Topology, names: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The devices of each node whose cluster is in no island."""
+    inside = {name for island in names for name in island}
+    others = (cluster for cluster in topology.clusters if cluster.name not in inside)
+    return {node.name: node.num_devices for cluster in others for node in cluster.nodes}
 
 
 def _refuse_untrained_changes(config: Config) -> None:
@@ -262,7 +272,7 @@ def _excess(island: Plan, topology: Topology, usable_memory: float) -> PlanError
     return None
 
 
-def _cost(
+def meeting_cost(
     config: Config, topology: Topology, names: Sequence[Sequence[str]], step_s: float
 ) -> MeetingCost:
     """The cost of one meeting of each fragment, beside steps that take so long.

@@ -16,11 +16,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from holmesjax.config import Config, ParallelConfig, PlanConfig
+from holmesjax.config import Config, ParallelConfig
 from holmesjax.errors import PlanError
 from holmesjax.plan import pins
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
+from holmesjax.plan.ways import ChosenWay
+from holmesjax.planner import across
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.islands import plan_islands
 from holmesjax.planner.memory_refusal import (
@@ -52,17 +54,20 @@ def make_plan(
     topology: Topology,
     say: Saying = silently,
     usable_memory: float = USABLE_MEMORY,
+    *,
+    remedies: bool = True,
 ) -> Plan:
     """The fastest plan by prediction.
 
     Args:
       say: is called with what is being tried, several times.
       usable_memory: the share of each device's memory that a stage may fill (`DevicePool`).
+      remedies: whether a refusal looks for the mildest change with which a plan fits.
 
     Raises:
       PlanError: no plan satisfies the config on these machines; says what to change.
     """
-    return make_plans(config, topology, say, usable_memory)[0]
+    return make_plans(config, topology, say, usable_memory, remedies=remedies)[0]
 
 
 def make_plans(
@@ -72,22 +77,36 @@ def make_plans(
     usable_memory: float = USABLE_MEMORY,
     *,
     compares: bool = False,
+    remedies: bool = True,
 ) -> tuple[Plan, Plan | None]:
     """The plan of `make_plan`, and the best one without the settings that the config pins.
 
     Args:
-      config, topology, say, usable_memory: those of `make_plan`.
+      config, topology, say, usable_memory, remedies: those of `make_plan`.
       compares: whether the second is asked for.
 
     Returns the two plans; the second is None if it is not asked for, if no setting is pinned, or if
     the search without pins finds none.
     """
+    if config.parallel.across == "auto":
+        return choose(config, topology, say, usable_memory).plan, None
     if config.parallel.has_islands:
         plan_one = functools.partial(make_plan, say=say, usable_memory=usable_memory)
         return plan_islands(config, topology, plan_one, usable_memory), None
-    with_pins, without = _find_both(config, topology, say, usable_memory, compares)
+    with_pins, without = _find_both(config, topology, say, usable_memory, compares, remedies)
     plan = lambda problem, found: as_plan(problem, found.best[0], found.bound_s, found.best)
     return plan(*with_pins), None if without is None else plan(*without)
+
+
+def choose(
+    config: Config,
+    topology: Topology,
+    say: Saying = silently,
+    usable_memory: float = USABLE_MEMORY,
+) -> ChosenWay:
+    """The planner's choice where `parallel.across` is auto. Raises PlanError as `make_plan`."""
+    plan_one = functools.partial(make_plan, say=say, usable_memory=usable_memory, remedies=False)
+    return across.choose(config, topology, plan_one, usable_memory, say)
 
 
 def make_changed_plan(
@@ -108,11 +127,11 @@ def make_changed_plan(
 
     Raises PlanError as `make_plan`.
     """
-    if config.parallel.has_islands:
+    if config.parallel.across != "pipeline":
         return make_plan(config, changed, say, usable_memory)
     now, best = find(config, topology, say, usable_memory)
     then, found = find(config, changed, say, usable_memory)
-    again = timed_again(now, best, changed) if config.plan == PlanConfig() else None
+    again = timed_again(now, best, changed) if config.plan.is_by_time else None
     if again is None or again[1].step_s >= found.best[0].step_s:
         return as_plan(then, found.best[0], found.bound_s, found.best)
     return as_plan(*again, min(found.bound_s, again[1].step_s))
@@ -150,7 +169,12 @@ def find(
 
 
 def _find_both(
-    config: Config, topology: Topology, say: Saying, usable_memory: float, compares: bool
+    config: Config,
+    topology: Topology,
+    say: Saying,
+    usable_memory: float,
+    compares: bool,
+    remedies: bool = True,
 ) -> tuple[tuple[Problem, Found], tuple[Problem, Found] | None]:
     """The best plans with what the config pins, and those without; None: not asked for, or none.
 
@@ -158,7 +182,7 @@ def _find_both(
     them all, and be faster than what the search with the pins found. Then that is taken, so that a
     plan that is pinned to what it is costs the same.
     """
-    pinned, by_time = pins.pins(config.parallel), config.plan == PlanConfig()
+    pinned, by_time = pins.pins(config.parallel), config.plan.is_by_time
 
     @functools.cache
     def free() -> tuple[Problem, Found] | None:
@@ -184,7 +208,7 @@ def _find_both(
         )
         return (problem.set_to(config.parallel), replace(found, best=best)) if best else None
 
-    own = _find(config, topology, say, usable_memory, otherwise=kept)
+    own = _find(config, topology, say, usable_memory, otherwise=kept, remedies=remedies)
     best_s = own[1].best[0].step_s
     # A search is no proof of plans in which some layers of a stage compute again, either.
     is_proof = own[1].gap <= 0 and not any(
@@ -203,11 +227,12 @@ def _find(
     say: Saying,
     usable_memory: float,
     otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
+    remedies: bool = True,
 ) -> tuple[Problem, Found]:
     """The result of one search: `find`, as the config is.
 
     Args:
-      config, topology, say, usable_memory: those of `make_plan`.
+      config, topology, say, usable_memory, remedies: those of `make_plan`.
       otherwise: gives plans that are looked at last, before a refusal for want of memory.
     """
     refuse_impossible(config, topology)
@@ -224,6 +249,8 @@ def _find(
     except PlanError as refusal:
         say("stages that lie in several clusters")
         result = _find_across(config, topology, refusal, usable_memory)
+        if result is None and not remedies:
+            raise
         if result is None:
             say("the mildest change with which a plan fits")
             raise with_remedy(refusal, problems) from None
@@ -253,7 +280,7 @@ def _find_across(
     None where there is no such plan either, or where the config says which clusters stages are in
     or what a plan may cost: what collectives send between clusters has no price here.
     """
-    is_open = config.parallel.clusters is None and config.plan == PlanConfig()
+    is_open = config.parallel.clusters is None and config.plan.is_by_time
     if len(topology.clusters) == 1 or not is_open:
         return None
     problem = Problem(

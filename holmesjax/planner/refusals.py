@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from fnmatch import fnmatchcase
 
-from holmesjax.config import Config, PlanConfig
+from holmesjax.config import Config
 from holmesjax.costs import work
 from holmesjax.costs.optimizer_state import kept_bytes
 from holmesjax.costs.parameters import stage_parameters
@@ -138,7 +138,7 @@ def _refuse_absurd_sizes(config: Config, topology: Topology) -> None:
 
 
 def _refuse_unpriced(config: Config, topology: Topology) -> None:
-    if config.plan == PlanConfig():
+    if config.plan.is_by_time:
         return
     for name in prices.unpriced(topology):
         setting = "objective" if config.plan.budget_dollars is None else "budget_dollars"

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from holmesjax.config import Config, PlanConfig
+from holmesjax.config import Config
 from holmesjax.errors import PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
@@ -73,7 +73,7 @@ def find_within(
     Raises PlanError where none is within the budget.
     """
     config = problems[0].config
-    is_priced = config.plan != PlanConfig()
+    is_priced = not config.plan.is_by_time
     results = []
     for whole, by_kind in zip(problems, (False, True), strict=False):
         for pools in prices.selections(whole.pools) if is_priced else [whole.pools]:

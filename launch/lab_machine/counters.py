@@ -12,7 +12,7 @@ The kernel counts more bytes between clusters than the steps report. The parts:
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,35 @@ HEADERS_BYTES = 14 + 20 + 20 + 12
 
 
 class Counters:
-    """The counts of one lab. This process must be in the lab's switch namespace."""
+    """The counts of one lab. This process must be in the lab's switch namespace.
 
-    def __init__(self, commands: Commands):
+    Args:
+      commands: of the lab.
+      islands: the clusters of each island of the run; none: it has none.
+    """
+
+    def __init__(self, commands: Commands, islands: Sequence[Sequence[str]] = ()):
         self._commands = commands
+        # An island of several clusters has links to others from each, which the runtime sums.
+        self._cluster_of = {f"island {k}": own[0] for k, own in enumerate(islands) if len(own) == 1}
         self._told: Counter[str] = Counter()  # by the runtime, for each link
         self._validation: Counter[str] = Counter()
         self._last = self._ports("rx")
 
     def step(self, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
         """Returns what each interface has sent since the step before, for the record of a step."""
-        self._told.update(record["link_bytes"])
+        self._told.update(
+            {self._clusters(link): count for link, count in record["link_bytes"].items()}
+        )
         self._validation.update(record.get("validation_bytes", {}))
         sent = self._ports("rx")
         step = {name: sent[name] - self._last[name] for name in sent}
         self._last = sent
         return {"nic_bytes": step}
+
+    def _clusters(self, link: str) -> str:
+        """The link between clusters that is meant by one between islands."""
+        return " -> ".join(self._cluster_of.get(end, end) for end in link.split(" -> "))
 
     def write(self, run_dir: Path, faults: list[dict[str, Any]]) -> None:
         """Writes the lab, the totals of this session and its faults into the run folder."""

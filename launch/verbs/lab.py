@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import config as configs
+from holmesjax.checkpoints import island_states
 from holmesjax.config import Config
 from holmesjax.errors import ConfigError
 from holmesjax.lab import injected_faults, scaled_topology
@@ -90,7 +91,8 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
                 return int(verb.run(command, launcher, commands.lab.scale))
             if command.verb == "doctor":
                 return int(verb.run(command, launcher))
-            watch = _Watch(Counters(commands), injector, command.job.run_dir)
+            islands = island_states.clusters_of(command.job.plan)
+            watch = _Watch(Counters(commands, islands), injector, command.job.run_dir)
             return int(verb.run(command, launcher, watch))
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         if args.what_if:
             changed = _changed(job, Path(args.target), args.what_if, say, usable_memory)
         if args.explain:
-            explained = explain_run(job.config, job.topology, say, usable_memory)
+            explained = explain_run(job.config, job.topology, say, usable_memory, job.choice)
     if args.json:
         print(_as_json(job, changed, explained))
         return 0
@@ -57,7 +57,8 @@ def _changed(
 ) -> Job:
     """Plans the same run on changed machines. Raises as `loading.load` and `make_plan`."""
     topology = loading.load(configs.topology_path(job.config, target), overrides)
-    plan = make_changed_plan(job.config, job.topology, topology, say, usable_memory)
+    asked = job.choice.asked if job.choice else job.config
+    plan = make_changed_plan(asked, job.topology, topology, say, usable_memory)
     return Job(config=job.config, topology=topology, plan=plan)
 
 

@@ -151,7 +151,8 @@ def test_a_number_that_no_training_and_no_clock_survives_is_refused(run_file, va
 def test_a_clock_waits_for_eleven_days(run_file):
     names = [name for name in FLOATS if name.endswith("_s")]
     assert len(names) >= 6
-    assert configs.load(run_file(), [f"{name}=1000000" for name in names])
+    mailbox = ["parallel.across=local_updates", "parallel.meet=mailbox"]
+    assert configs.load(run_file(), [*mailbox, *(f"{name}=1000000" for name in names)])
 
 
 SETTINGS = [

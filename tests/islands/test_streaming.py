@@ -177,7 +177,7 @@ def test_a_checkpoint_tells_what_is_on_its_way():
 
 def checkpoint_of(step, last, steps, clusters, since):
     names = {"every": steps.every, "fragments": steps.fragments, "delay": steps.delay}
-    parallel = {"islands": clusters, **names, "since": since}
+    parallel = {"islands": clusters, **names, "since": since, "outer": {}}
     settings = {"parallel": parallel, "train": {"steps": last}}
     arrays = {f"island_{k}.params.a": {} for k in range(len(clusters))}
     return SimpleNamespace(step=step, manifest={"arrays": arrays}, settings=settings)

@@ -1,0 +1,233 @@
+"""The choice between a pipeline over clusters and islands: against brute force, and its bounds."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from holmesjax import job
+from holmesjax.config import PlanConfig
+from holmesjax.errors import HolmesError, PlanError
+from holmesjax.plan.device_pool import USABLE_MEMORY
+from holmesjax.plan.ways import more_tokens
+from holmesjax.planner import across
+from holmesjax.planner.groupings import groupings
+from holmesjax.planner.islands import plan_islands
+from holmesjax.planner.islands_explained import describe_run, explain_run
+from holmesjax.planner.planner import choose, make_plan
+from launch.__main__ import main
+from tests.clusters import make_cluster, make_config, make_topology
+
+RUN = "configs/runs/quickstart.yaml"
+ALLOWED = PlanConfig(allow=("local_updates",))
+AUTO = {"across": "auto", "microbatches": 2, "data": 2, "tensor": 1, "fsdp": 1, "schedule": "1f1b"}
+SIZES = {"num_layers": 2, "width": 512, "num_heads": 8, "vocab_size": 8192}
+SLOW = {
+    "train.steps": 20,
+    "train.eval_every": 0,
+    "model.num_layers": 2,
+    "parallel": None,
+    "parallel.microbatches": 8,
+    "parallel.tensor": 1,
+    "parallel.schedule": "1f1b",
+    "parallel.across": "auto",
+}
+
+
+def run_config(plan=ALLOWED, model=None, **parallel):
+    train = {"global_batch": 24, "steps": 20}
+    settings = {**AUTO, "activation_checkpointing": "none", **parallel}
+    config = make_config(model={**SIZES, **(model or {})}, train=train, parallel=settings)
+    return dataclasses.replace(config, plan=plan)
+
+
+def clusters(count, speed=0.01, **sizes):
+    return [make_cluster(name, "infiniband", (2,), speed=speed, **sizes) for name in "abcd"[:count]]
+
+
+def slow_link(folder):
+    """The topology of two CPUs, one of them slower, with a link of 10 Mb/s."""
+    fast, link = "{float32: 150 GFLOP/s, bfloat16: 50 GFLOP/s}", "25 Gb/s"
+    text = Path("configs/topologies/two_cpus.yaml").read_text().replace(link, "10 Mb/s")
+    first, second = text.split("- name: roce")
+    second = second.replace(fast, "{float32: 100 GFLOP/s, bfloat16: 30 GFLOP/s}")
+    (path := folder / "slow.yaml").write_text(f"{first}- name: roce{second}")
+    return str(path)
+
+
+def labelled(names):
+    """All groupings, from all ways to give each name the number of an island, or none."""
+    found = set()
+    for labels in itertools.product(range(len(names) + 1), repeat=len(names)):
+        islands = {
+            n: tuple(x for x, k in zip(names, labels, strict=True) if k == n) for n in labels
+        }
+        islands.pop(0, None)
+        if len(islands) > 1:
+            found.add(frozenset(islands.values()))
+    return found
+
+
+def test_all_groupings_of_few_clusters_are_there_once():
+    equal = lambda a, b: 1.0
+    for names in ("a", "ab", "abcd"):
+        found = [frozenset(grouping) for grouping in groupings(names, equal)]
+        assert len(found) == len(set(found))
+        assert set(found) == labelled(names)
+    assert len(list(groupings("abcdef", equal))) == 813
+
+
+def test_many_clusters_are_joined_by_the_rates_of_their_links():
+    """Two pairs at 3, one more cluster at 2, and all others at 1."""
+    rates = {("a", "b"): 3.0, ("f", "g"): 3.0, ("b", "c"): 2.0}
+    found = list(groupings("abcdefg", lambda a, b: rates.get((a, b), 1.0)))
+    texts = [" ".join("".join(island) for island in grouping) for grouping in found]
+    assert texts == ["a b c d e f g", "ab c d e fg", "abc d e fg"]
+
+
+def test_the_choice_is_the_best_of_all_that_a_run_could_ask_for():
+    """Three unlike clusters on slow links: each grouping, with all settings of meetings."""
+    speeds = {"a": 0.01, "b": 0.007, "c": 0.009}
+    unlike = [make_cluster(name, "roce", (2,), speed=speed) for name, speed in speeds.items()]
+    topology = make_topology(*unlike, ethernet_bytes_per_s=3e7)
+    known, timed = {}, {}
+
+    def make_once(config, machines):
+        key = tuple(c.name for c in machines.clusters), config.train.global_batch
+        known[key] = known.get(key) or make_plan(config, machines)
+        return known[key]
+
+    ways = itertools.product(labelled("abc"), (10, 20), across.FRAGMENTS[:3], across.DELAYS)
+    for grouping, every, parts, delay in ways:
+        islands = tuple(sorted(grouping))
+        if every % parts == 0 and delay <= every // parts:
+            settings = {"islands": islands, "every": every, "fragments": parts, "delay": delay}
+            plan = plan_islands(
+                run_config(across="local_updates", **settings), topology, make_once, USABLE_MEMORY
+            )
+            price = 1.0 + 0.1 * (len(islands) - 1) * every / 100
+            timed[tuple(settings.values())] = plan.step_time_s * price
+    best = choose(run_config(), topology)
+    assert best.plan.islands
+    assert min(timed.values()) <= best.ways[0].priced_s <= min(timed.values()) * across.SAME
+    own = best.config.parallel
+    key = tuple(sorted(own.islands)), own.every, own.fragments, own.delay
+    assert best.ways[0].priced_s == pytest.approx(timed[key])
+    assert own.blend == (across.BLEND if own.delay else None)
+    pipeline = make_plan(run_config(across="pipeline"), topology)
+    assert pipeline.step_time_s > best.ways[0].priced_s
+    assert pipeline.step_time_s in [way.step_s for way in best.ways]
+
+
+def test_a_slower_link_leads_from_a_pipeline_to_islands_to_one_cluster():
+    """One cluster is slower: a pipeline gives it fewer layers, and islands as much as the other."""
+    unlike = clusters(1, speed=0.015) + clusters(2)[1:]
+    rates = [10.0**n for n in (10, 9, 8, 7, 6)]
+    slower = [make_topology(*unlike, ethernet_bytes_per_s=rate) for rate in rates]
+    choices = [choose(run_config(microbatches=6), topology) for topology in slower]
+    count = lambda choice: len(choice.plan.islands)
+    has = {0: "pipeline", 2: "islands"}
+    found = [
+        "alone" if choice.ways[0].what.endswith("alone") else has[count(choice)]
+        for choice in choices
+    ]
+    assert list(dict.fromkeys(found)) == ["pipeline", "islands", "alone"]
+    every = [choice.config.parallel.every for choice in choices if choice.plan.islands]
+    assert every == sorted(every)
+    dear = dataclasses.replace(ALLOWED, islands_more_tokens=1000.0)
+    priced = choose(run_config(dear, microbatches=6), slower[found.index("islands")])
+    assert not priced.plan.islands
+
+
+def test_near_clusters_are_one_island_where_one_holds_no_replica():
+    """Two pairs with fast links, and slow ones between them; the model needs two clusters."""
+    topology = make_topology(*clusters(4), ethernet_bytes_per_s=1e8)
+    near = {pair: dataclasses.replace(topology.links[pair], bandwidth_bytes_per_s=1e10)
+            for pair in (("a", "c"), ("c", "a"), ("b", "d"), ("d", "b"))}  # fmt: skip
+    topology = dataclasses.replace(topology, links={**topology.links, **near})
+
+    def make(config, machines):
+        if len(machines.clusters) == 1:
+            raise PlanError("memory", "is too small", found="0 B", fix="more")
+        return make_plan(config, machines)
+
+    choice = across.choose(run_config(), topology, make, USABLE_MEMORY, lambda _: None)
+    assert sorted(choice.config.parallel.islands) == [("a", "c"), ("b", "d")]
+    single = [way for way in choice.ways if way.what.startswith("islands a | ")]
+    assert single
+    assert {way.step_s for way in single} == {None}
+    assert "not possible: memory: is too small" in [way.why for way in single]
+
+
+def test_mixtures_that_islands_cannot_be_are_refused_and_explained(capsys):
+    """Stages of an island cannot share the token table, and 10 sequences have no equal parts."""
+    both = [make_cluster(name, "infiniband", (4,), speed=0.01) for name in "ab"]
+    topology = make_topology(*both, ethernet_bytes_per_s=1e6)
+    tied = run_config(model={"tied_embeddings": True}, stages=2)
+    choice = choose(tied, topology)
+    assert not choice.plan.islands
+    assert "share the token table" in choice.ways[-1].why
+    text = "\n".join(describe_run(explain_run(choice.config, topology, choice=choice)))
+    assert "islands a | b: not possible: island 0: cannot share" in text
+    odd = dataclasses.replace(tied, train=dataclasses.replace(tied.train, global_batch=20))
+    assert "must be a multiple of" in choose(odd, topology).ways[-1].why
+    lacking = dataclasses.replace(tied.train, param_dtype="bfloat16")
+    choice = choose(dataclasses.replace(tied, train=lacking), topology)
+    assert "must be float32" in choice.ways[-1].why
+
+
+def test_islands_are_never_chosen_without_being_allowed(tmp_path):
+    """The explanation says what they would have given."""
+    settings = {**SLOW, "topology": slow_link(tmp_path)}
+    never = job.load(RUN, settings)
+    assert never.config.parallel.across == "pipeline"
+    assert never.plan == job.load(RUN, {**settings, "parallel.across": "pipeline"}).plan
+    assert "plan.allow has no local_updates" in "\n".join(never.describe())
+    found = explain_run(never.config, never.topology, choice=never.choice)
+    assert not found.clusters
+    assert any(way.more_tokens for way in found.ways)
+    text = "\n".join(describe_run(found))
+    assert "islands need plan.allow=[local_updates]" in text
+    assert "islands ib | roce, every " in text
+
+
+def test_a_run_that_leaves_the_choice_to_the_planner_has_what_was_chosen(tmp_path):
+    """The plan is that of a run that says it."""
+    settings = {**SLOW, "plan.allow": ["local_updates"], "topology": slow_link(tmp_path)}
+    found = job.load(RUN, settings)
+    assert "chosen      islands ib | roce, every " in "\n".join(found.describe())
+    assert found.choice.asked.parallel.across == "auto"
+    own = found.config.parallel
+    names = ("across", "every", "fragments", "delay", "blend")
+    told = {f"parallel.{name}": getattr(own, name) for name in names}
+    assert job.load(RUN, {**settings, **told}).plan == found.plan
+
+
+def test_the_price_is_that_of_published_losses():
+    """Streaming DiLoCo, 1B parameters, 100 steps: 0.01 more loss, and 0.15 less of 4 times more."""
+    tokens = math.expm1(0.01 / (0.15 / math.log(4)))
+    assert more_tokens(PlanConfig().islands_more_tokens, 2, 100) == pytest.approx(tokens, abs=0.005)
+
+
+REFUSED = {
+    "plan.allow": {"plan.allow": ["local_updates"], "plan.objective": "tokens_per_dollar"},
+    "parallel.clusters": {"parallel.clusters": ["ib", "roce"]},
+    "parallel.fragments": {"parallel.every": 10, "parallel.fragments": 3},
+}
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_settings_that_leave_no_choice_are_refused(where):
+    with pytest.raises(HolmesError, match=where):
+        job.load(RUN, {**SLOW, **REFUSED[where]})
+
+
+def test_machines_that_would_be_others_are_chosen_for_again(capsys, tmp_path):
+    """A fast link in place of a slow one gives a pipeline in place of islands."""
+    words = [f"{name}={'null' if value is None else value}" for name, value in SLOW.items()]
+    words += ["plan.allow=[local_updates]", f"topology={slow_link(tmp_path)}"]
+    assert main(["plan", RUN, *words, "--what-if", "links.ib<->roce.bandwidth=100 Gb/s"]) == 0
+    now, _, then = capsys.readouterr().out.partition("what if")
+    assert ["on their own and meet" in text for text in (now, then)] == [True, False]
