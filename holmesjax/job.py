@@ -471,6 +471,19 @@ def has_trained(run_dir: str | Path) -> bool:
         return False
 
 
+def _with_machines(
+    config: Config, topology_path: Path, what_if: Sequence[str]
+) -> tuple[Config, Topology]:
+    """The machines of a run, and its config: both of one island, where that is a job of its own."""
+    topology = loading.load(topology_path)
+    if what_if:
+        loading.load(topology_path, what_if)
+    cluster_paths.check(config, [cluster.name for cluster in topology.clusters])
+    from holmesjax.planner import island_alone  # here: the processes of a job read its plan
+
+    return island_alone.alone(config, topology)
+
+
 def load_config(run_dir: str | Path) -> Config:
     """The resolved config of a run that was started before."""
     path = Path(run_dir) / CONFIG
@@ -518,15 +531,7 @@ def load(
         target = target / CONFIG
     config = configs.load(target, overrides, SETTINGS_OF)
     refuse_empty_groups(config)
-    topology_path = configs.topology_path(config, target)
-    topology = loading.load(topology_path)
-    if what_if:
-        loading.load(topology_path, what_if)
-    clusters = [cluster.name for cluster in topology.clusters]
-    cluster_paths.check(config, clusters)
-    from holmesjax.planner import island_alone
-
-    config, topology = island_alone.alone(config, topology)
+    config, topology = _with_machines(config, configs.topology_path(config, target), what_if)
     clusters = [cluster.name for cluster in topology.clusters]
     _refuse_no_folder(places.folder_of(config.run.dir))
     if reads_data == "process":

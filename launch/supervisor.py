@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from holmesjax.checkpoints import committed, manifest, mirror, resume, second_reading
 from holmesjax.errors import (
+    ConfigError,
     CrashError,
     DamagedError,
     FatalError,
@@ -63,6 +64,10 @@ class Supervisor:
         self._can_start, self._starts_again = starts_again, starts_again and bool(max_restarts)
         self._advice = "as --max-restarts does" if max_restarts else "or add --max-restarts"
         self._max_restarts = DEFAULT if max_restarts is None else max_restarts
+        if job.config.distributed.relay is not None and key_file is None:
+            problem = "needs a key of the job that stays the same, from which the relay's was made"
+            fix = "use --launcher external, with HOLMES_KEY_FILE set (docs/several_sites.md)"
+            raise ConfigError("distributed.relay", problem, found="a new key each time", fix=fix)
         self._given_key_file, self._watch = key_file, watch
         names = resume.names_of(allow)
         self._allow = [name for name in names if not computing.is_fact(name)]

@@ -23,9 +23,9 @@ HEAD_BYTES = 2**16
 TEXT, LINES, ARRAY = "text", "JSON lines", "JSON array"
 OVER_LINES = "JSON over several lines"  # one object or more, each over several lines
 JSON = (LINES, ARRAY, OVER_LINES)
-TABLES = {"CSV table": ",", "TSV table": "\t"}  # with a row of names, and what parts their cells
+CSV, TSV = "CSV table", "TSV table"  # whose first row has the names of columns
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
-READ = (TEXT, *JSON, *TABLES, PARQUET, ARROW, ARRAY_RECORD)
+READ = (TEXT, *JSON, CSV, TSV, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
 OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
 POINTER = "pointer of Git LFS"  # in place of a large file
@@ -54,8 +54,8 @@ STREAM = re.compile(rb"\xff{4}.{3}\0.\0\0\0", re.DOTALL)  # of Arrow: a mark and
 TAR_AT, TAR = 257, b"ustar"
 PROMISES = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), LINES),
-    ".csv": "CSV table",
-    ".tsv": "TSV table",
+    ".csv": CSV,
+    ".tsv": TSV,
     ".parquet": PARQUET,
     ".arrow": ARROW,
     **dict.fromkeys((".array_record", ".arrayrecord"), ARRAY_RECORD),
@@ -121,7 +121,7 @@ def kind_of(path: Path) -> FileKind:
     if wanted and not packing and content in (TEXT, BINARY):
         found = f"it begins with {head[:8]!r}" if head else "it is empty"
         raise damaged(str(path), f"{wanted} file", found)
-    if promise and (content == TEXT or promise not in (LINES, *TABLES)):
+    if promise and (content == TEXT or promise not in (LINES, CSV, TSV)):
         content = promise
     if packing and content in (PARQUET, ARROW, ARRAY_RECORD):
         content = f"compressed {content}"

@@ -21,11 +21,20 @@ from holmesjax.data.documents import (
     no_text,
     null_among,
 )
-from holmesjax.data.file_kinds import ARRAY, JSON, LINES, OVER_LINES, TABLES, FileKind
+from holmesjax.data.file_kinds import ARRAY, CSV, JSON, LINES, OVER_LINES, TSV, FileKind
 from holmesjax.errors import DataError
 from holmesjax.files import json_text
 
 MAX_CELL = 2**31 - 1  # characters
+
+
+class _Tabs(csv.excel_tab):
+    """TSV: no quotes, a tab ends a cell, and a line a row."""
+
+    quoting = csv.QUOTE_NONE
+
+
+DIALECTS = {CSV: csv.excel, TSV: _Tabs}
 
 
 def cut(path: Path, kind: FileKind, step: int) -> Iterator[tuple[int, int, int]]:
@@ -44,7 +53,7 @@ def read(part: FilePart, kind: FileKind, wanted: Wanted) -> Documents:
         for where, item in objects(path, kind, part):
             yield where, _field(item, where, wanted.column)
         return
-    if kind.content in TABLES:
+    if kind.content in DIALECTS:
         yield from _rows(path, kind, wanted.column)
         return
     yield part.path, decoded(whole(path, kind, "--pattern"), part.path)
@@ -143,11 +152,11 @@ def _field(found: Any, where: str, column: str) -> str | np.ndarray:
 
 
 def _rows(path: Path, kind: FileKind, column: str) -> Iterator[tuple[str, str]]:
-    """A column of a table whose first row has the names of columns (RFC 4180)."""
+    """A column of a table whose first row has the names of columns; CSV is that of RFC 4180."""
     csv.field_size_limit(MAX_CELL)  # a document is a cell
     with compressed_files.opened(path, kind.packing) as file:
         lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        rows = csv.reader(lines, delimiter=TABLES[kind.content], strict=True)
+        rows = csv.reader(lines, DIALECTS[kind.content], strict=True)
         names: list[str] | None = None
         while True:
             try:

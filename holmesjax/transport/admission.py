@@ -105,8 +105,15 @@ class Admission(Generic[R]):
     def bring(self, sock: socket.socket) -> None:
         """Takes a call that came another way than to its own socket; from any thread."""
         self._brought.put(sock)
-        with contextlib.suppress(OSError):  # it is closed
+        try:
             self._wakers[1].send(b"x")
+        except OSError:  # it is closed
+            self._forget_brought()
+
+    def _forget_brought(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._brought.get_nowait().close()
 
     def close(self) -> None:
         self._is_closing = True
@@ -133,8 +140,7 @@ class Admission(Generic[R]):
             self._selector.close()
             for sock in (self._sock, *self._wakers):
                 sock.close()
-            while not self._brought.empty():
-                self._brought.get().close()
+            self._forget_brought()
 
     def _select(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Returns what has come; nothing when a caller is overdue."""

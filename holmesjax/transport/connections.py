@@ -35,7 +35,7 @@ from holmesjax.files import regular_files
 from holmesjax.transport import addresses, handshake, records, tls
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
-from holmesjax.transport.relay_messages import JoinedCall, RelayHello, RelayWelcome, Role, relay_key
+from holmesjax.transport.relay_messages import JoinedCall, RelayHello, RelayWelcome, relay_key
 from holmesjax.transport.tls import TlsSocket
 
 HELLO_LIMIT_BYTES = 64 * 1024  # before the other end has proved that it holds the key
@@ -360,20 +360,18 @@ def call(
 
 
 def connect_relay(
-    address: str, port: int, key: bytes, role: Role, name: str, within_s: float
+    address: str, port: int, key: bytes, hello: RelayHello, within_s: float
 ) -> Connection[RelayWelcome]:
     """Connects with a relay, in the clear: the ends of what it joins encrypt by themselves.
 
     Args:
       address, port: of the relay.
       key: of the relay.
-      role: of the `RelayHello`.
-      name: in it.
+      hello: what this end wants.
       within_s: for all of it.
 
     Raises as `call`.
     """
-    hello = RelayHello(role=role, name=name)
     talk = handshake.call(key, hello, RelayWelcome, lambda _: None, "the relay")
     deadline_s = time.monotonic() + within_s
     return call(address, port, talk=talk, deadline_s=deadline_s, encrypt=None)
@@ -388,7 +386,8 @@ def _through_relay(
     """
     relay, within_s = f"the relay {addresses.show(address, port)}", deadline_s - time.monotonic()
     try:
-        connection = connect_relay(address, port, relay_key(key), "call", name, within_s)
+        hello = RelayHello(role="call", name=name)
+        connection = connect_relay(address, port, relay_key(key), hello, within_s)
     except ConnectionRefusedError:  # which tells nothing of who is called
         raise OSError(errno.EHOSTUNREACH, f"{relay} is not there") from None
     try:

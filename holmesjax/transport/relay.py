@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from holmesjax.transport import connections, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
-from holmesjax.transport.relay_messages import JoinedCall, RelayHello, RelayWelcome, Ticket
+from holmesjax.transport.relay_messages import (
+    JoinedCall,
+    RelayHello,
+    RelayWelcome,
+    Replaced,
+    Ticket,
+)
 
 PIECE_BYTES = 1 << 18
 TAKE_S = 15.0  # for a process to take a call
@@ -70,11 +76,11 @@ class Relay:
 
     def close(self) -> None:
         """Ends all connections."""
-        self._is_closed = True
         self._admission.close()
         with self._lock:
-            callers = [call.caller for call in self._calls.values()]
-            ends = [*self._listeners.values(), *callers, *self._joined]
+            self._is_closed = True
+            calls = [end for call in self._calls.values() for end in (call.caller, call.taker)]
+            ends = [*self._listeners.values(), *filter(None, calls), *self._joined]
         for end in ends:
             end.close()
 
@@ -85,13 +91,21 @@ class Relay:
         threading.Thread(target=target, args=(connection,), daemon=True).start()
 
     def _keep(self, connection: Connection[RelayHello]) -> None:
-        """Keeps a process that can be called, until it goes or calls anew."""
+        """Keeps a process that can be called, until it goes or a younger one of its name calls."""
         name = connection.hello.name
         with self._lock:
-            older = self._listeners.get(name)
-            self._listeners[name] = connection
-        if older is not None:
-            older.close()
+            other = self._listeners.get(name)
+            is_younger = other is None or other.hello.born_s <= connection.hello.born_s
+            if is_younger:
+                self._listeners[name] = connection
+        if other is not None:
+            replaced = other if is_younger else connection
+            with contextlib.suppress(OSError):
+                if other.hello.born_s != connection.hello.born_s:  # or it has called again
+                    replaced.send(records.encode(Replaced()))
+            replaced.close()
+        if not is_younger:
+            return
         self._say(f"{name} can be called")
         with contextlib.suppress(OSError, ValueError):
             connection.receive()  # it says nothing: this waits for its end
@@ -118,20 +132,25 @@ class Relay:
             call.is_taken.wait(TAKE_S)
             with self._lock:
                 del self._calls[ticket]
+                if call.taker is not None and not self._is_closed:
+                    self._joined.update((caller, call.taker))
             if call.taker is None:
                 problem = f"{caller.hello.name} does not take calls"
                 caller.send(records.encode(JoinedCall(problem=problem)))
+                return
+            if self._is_closed:
                 return
             caller.send(records.encode(JoinedCall()))
             self._join(caller, call.taker)
         except OSError:
             pass  # an end has gone, which the other one hears
         finally:
+            ends = [end for end in (caller, call.taker) if end is not None]
             with self._lock:
                 self._calls.pop(ticket, None)
-            for end in (caller, call.taker):
-                if end is not None:
-                    end.close()
+                self._joined.difference_update(ends)
+            for end in ends:
+                end.close()
 
     def _take(self, taker: Connection[RelayHello]) -> None:
         with self._lock:
@@ -146,15 +165,11 @@ class Relay:
 
     def _join(self, *ends: Connection[RelayHello]) -> None:
         """Passes bytes on in both directions, until both have ended."""
-        with self._lock:
-            self._joined.update(ends)
         there, back = (end.sock for end in ends)
         other_way = threading.Thread(target=_pass_on, args=(back, there), daemon=True)
         other_way.start()
         _pass_on(there, back)
         other_way.join()
-        with self._lock:
-            self._joined.difference_update(ends)
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:

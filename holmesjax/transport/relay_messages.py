@@ -1,6 +1,7 @@
 """The messages between a relay and its callers, and the key that they share.
 
     a process -> the relay    RelayHello "listen": it can be called by this name
+    the relay -> the process  Replaced: a younger one has this name, and it is to call no more
     a caller -> the relay     RelayHello "call": it wants the process of this name
     the relay -> the process  Ticket: somebody calls
     a process -> the relay    RelayHello "take": this connection is for the caller of a ticket
@@ -22,11 +23,16 @@ Role = Literal["listen", "call", "take"]
 
 @dataclass(frozen=True, kw_only=True)
 class RelayHello(Record):
-    """The hello of a caller of the relay; it holds a name, or a ticket in order to take a call."""
+    """The hello of a caller of the relay; it holds a name, or a ticket in order to take a call.
+
+    Of two that listen by one name, such as a process and the one that follows it, the younger is
+    called: `born_s` is when it began, in seconds since 1970.
+    """
 
     kind = "relay call"
     role: Role
     name: str
+    born_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,13 @@ class Ticket(Record):
 
     kind = "ticket"
     ticket: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaced(Record):
+    """Tells a process that another one has its name."""
+
+    kind = "replaced"
 
 
 @dataclass(frozen=True, kw_only=True)

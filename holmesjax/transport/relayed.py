@@ -2,15 +2,24 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from holmesjax.errors import HolmesError
 from holmesjax.transport import addresses, connections, records
 from holmesjax.transport.connections import Connection
-from holmesjax.transport.relay_messages import RelayWelcome, Role, Ticket, relay_key
+from holmesjax.transport.relay_messages import (
+    RelayHello,
+    RelayWelcome,
+    Replaced,
+    Role,
+    Ticket,
+    relay_key,
+)
 
 CALL_S = 10.0  # for the relay to answer
+FROM_RELAY = records.by_kind(Ticket, Replaced)
 
 
 class RelayPlace(NamedTuple):
@@ -36,12 +45,15 @@ class RelayPlace(NamedTuple):
 class RelayedPort:
     """Takes the calls that come through a relay, until it is closed; calls the relay again if lost.
 
+    A process of this name that is younger ends it, too.
+
     Args:
       relay: where the relay is.
       name: the name under which this process is called.
       key: of the job.
       take: takes the socket of each call, as if it had come to a port here.
-      warn: told once when the relay cannot be reached, and when it is there again.
+      warn: told when the relay cannot be reached, and when it is there again; and once where a call
+        could not be taken.
     """
 
     def __init__(
@@ -54,28 +66,28 @@ class RelayedPort:
         warn: Callable[[str], object] = connections.warn,
     ):
         self._relay, self._name, self._key = relay, name, relay_key(key)
-        self._take, self._warn = take, warn
+        self._take, self._warn, self._born_s = take, warn, time.time()
         self._connection: Connection[RelayWelcome] | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="relayed port", daemon=True)
-        self._thread.start()
+        self._closed, self._has_missed = threading.Event(), False
+        threading.Thread(target=self._run, name="relayed port", daemon=True).start()
 
     def close(self) -> None:
+        """Takes no more calls; the thread ends by itself, where it waits for a silent relay."""
         self._closed.set()
         if self._connection is not None:
             self._connection.close()
-        self._thread.join(CALL_S)
 
     def _run(self) -> None:
         place, attempt, warned = addresses.show(*self._relay), 0, False
         while not self._closed.is_set():
             try:
                 self._connection = self._call("listen", self._name)
-                connections.keep_alive(self._connection.sock)
-                if warned:
-                    self._warn(f"the relay at {place} is there again")
-                attempt, warned = 0, False
-                self._listen(self._connection)
+                with self._connection.sock:
+                    connections.keep_alive(self._connection.sock)
+                    if warned:
+                        self._warn(f"the relay at {place} is there again")
+                    attempt, warned = 0, False
+                    self._listen(self._connection)
             except (OSError, ValueError, HolmesError) as error:
                 if not (warned or self._closed.is_set()):
                     text = " ".join(str(error).split()) or type(error).__name__
@@ -85,20 +97,27 @@ class RelayedPort:
             attempt += 1
 
     def _listen(self, connection: Connection[RelayWelcome]) -> None:
-        with connection.sock:
-            while not self._closed.is_set():
-                ticket = records.decode_as(connection.receive(), Ticket).ticket
+        while not self._closed.is_set():
+            message = records.decode(connection.receive(), FROM_RELAY)
+            if isinstance(message, Ticket):
                 # Others that call meanwhile do not wait for this one.
-                threading.Thread(target=self._answer, args=(ticket,), daemon=True).start()
+                target, ticket = self._answer, message.ticket
+                threading.Thread(target=target, args=(ticket,), daemon=True).start()
+            else:
+                self._warn(f"another process is called as {self._name} from now on")
+                self._closed.set()
 
     def _answer(self, ticket: str) -> None:
         try:
             sock = self._call("take", ticket).sock
         except (OSError, ValueError, HolmesError) as error:
-            text = " ".join(str(error).split())
-            self._warn(f"{self._name} could not take a call through the relay: {text}")
+            if not self._has_missed:
+                self._has_missed = True
+                text = " ".join(str(error).split())
+                self._warn(f"{self._name} could not take a call through the relay: {text}")
             return
         self._take(sock)
 
     def _call(self, role: Role, name: str) -> Connection[RelayWelcome]:
-        return connections.connect_relay(*self._relay, self._key, role, name, CALL_S)
+        hello = RelayHello(role=role, name=name, born_s=self._born_s)
+        return connections.connect_relay(*self._relay, self._key, hello, CALL_S)

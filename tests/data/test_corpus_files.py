@@ -365,6 +365,13 @@ def test_a_table_that_is_none_is_refused_with_its_line(tmp_path, content, words)
         documents(tmp_path / "a.csv")
 
 
+def test_quotes_are_of_csv_alone(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n"one ""two"",\nthree"\n')
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\t"one\n2\ttwo" he said\n')
+    assert documents(tmp_path / "a.csv") == ['one "two",\nthree']
+    assert documents(tmp_path / "a.tsv") == ['"one', 'two" he said']
+
+
 def test_damage_behind_the_beginning_of_a_file_is_refused(tmp_path):
     noise = np.random.default_rng(0).bytes(2**20).hex().encode()
     for name, pack in {"a.xz": lzma.compress, "a.bz2": bz2.compress, "a.gz": gzip.compress}.items():

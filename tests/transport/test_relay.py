@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from holmesjax.transport import connections, relay, relayed
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.records import Record
 from holmesjax.transport.relay import Relay
-from holmesjax.transport.relay_messages import relay_key
+from holmesjax.transport.relay_messages import RelayHello, relay_key
 from holmesjax.transport.relayed import RelayedPort, RelayPlace
 
 KEY = bytes(range(32))
@@ -29,7 +30,7 @@ class Hello(Record):
 class Listener:
     """A process that echoes what its callers send, and that is called through a relay alone."""
 
-    def __init__(self, stack, place, name="process 7"):
+    def __init__(self, stack, place, name="process 7", born_s=None):
         self.met, self.told = [], []
         admission = Admission(
             connections.listen("127.0.0.1"),
@@ -40,7 +41,10 @@ class Listener:
             enter=self._enter,
         )
         stack.enter_context(admission)
-        self.port = RelayedPort(place, name, key=KEY, take=admission.bring, warn=self.told.append)
+        with mock.patch.object(relayed.time, "time", return_value=born_s or time.time()):
+            self.port = RelayedPort(
+                place, name, key=KEY, take=admission.bring, warn=self.told.append
+            )
         stack.callback(self.port.close)
 
     def _enter(self, connection):
@@ -51,6 +55,19 @@ class Listener:
         with contextlib.suppress(OSError), connection.sock:
             while message := connection.receive():
                 connection.send(message)
+
+
+def until(is_so):
+    """Waits for what another thread does."""
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def to_relay(place, role, name):
+    hello = RelayHello(role=role, name=name)
+    return connections.connect_relay(*place, relay_key(KEY), hello, 5.0)
 
 
 def call(place, name="process 7", key=KEY, timeout_s=20.0, me="process 3"):
@@ -97,7 +114,7 @@ def test_two_that_cannot_be_called_meet_and_the_relay_reads_nothing(stack, monke
     traffic = b"".join(passed)
     assert len(traffic) > 6 * len(SECRET), "both ways, for three"
     assert SECRET[:23] not in traffic
-    assert b"process 3" not in traffic, "hellos go through TLS, too"
+    assert b"process" not in traffic, "hellos go through TLS, too"
 
 
 def watched(passed):
@@ -136,11 +153,11 @@ def test_who_is_not_there_and_who_has_no_key(stack, monkeypatch):
 def test_a_process_that_does_not_take_calls_is_told(stack, monkeypatch):
     monkeypatch.setattr(relay, "TAKE_S", 0.2)
     _, place, said = start(stack)
-    silent = connections.connect_relay(*place, relay_key(KEY), "listen", "process 7", 5.0)
+    silent = to_relay(place, "listen", "process 7")
     with pytest.raises(PeerError, match="process 7 does not take calls"):
         call(place, timeout_s=1.0)
     silent.close()
-    late = connections.connect_relay(*place, relay_key(KEY), "take", "no ticket", 5.0)
+    late = to_relay(place, "take", "no ticket")
     late.sock.settimeout(5.0)
     assert late.sock.recv(1) == b"", "whose caller has gone"
     late.close()
@@ -168,13 +185,20 @@ def test_a_relay_that_starts_again_is_called_again(stack):
     assert listener.told[1].endswith("is there again")
 
 
-def test_the_newest_process_of_a_name_is_called(stack):
+def test_the_youngest_process_of_a_name_is_called(stack):
+    """However often an older one that still lives has lost the relay, and calls it again."""
     _, place, _ = start(stack)
-    Listener(stack, place)
+    old = Listener(stack, place)
     call(place).close()
-    newest = Listener(stack, place)
-    while not newest.met:  # until its call has come
+    young = Listener(stack, place)
+    until(lambda: old.told)
+    assert old.told == ["another process is called as process 7 from now on"]
+    late = Listener(stack, place, born_s=1.0)
+    until(lambda: late.told)
+    for _ in range(10):
         call(place).close()
+    until(lambda: len(young.met) == 10)
+    assert (len(old.met), late.met, young.told) == (1, [], [])
     assert relayed.CALL_S < relay.TAKE_S, "a process gives a call up before its caller is told"
 
 
