@@ -26,7 +26,7 @@ test: $(VENV)/installed-dev ## Check style and types, and run the tests: 12 to 2
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/types.txt 2>&1 & types=$$!; \
-	$(BIN)/pytest -q -n 3 --dist loadgroup --max-worker-restart 0 $(SELECT); tests=$$?; \
+	$(BIN)/pytest -q -n 4 --dist loadgroup --max-worker-restart 0 $(SELECT); tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests + types))
 
 test-all: SELECT := -m ''

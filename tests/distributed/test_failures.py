@@ -340,6 +340,7 @@ def test_who_starts_processes_hears_of_each_that_the_run_is_not_done(tmp_path):
     assert "error: " not in job.output
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_that_stood_still_blames_no_process(tmp_path):
     """Its processes have given it up. Connections that were all reset before cost no restart."""
     silence = "distributed.heartbeat_timeout_s=10"

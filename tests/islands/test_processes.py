@@ -72,6 +72,7 @@ RULES = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_pairs_of_processes_have_the_bits_of_one_process(tmp_path):
     """Three islands, of which one sits out each meeting."""
     assert_bits_of_one_process(tmp_path, "{rule: noloco, codec: bfloat16}", kills=False)
