@@ -355,7 +355,7 @@ class Job:
         if self.config.model.hf is not None:
             hugging_face.keep(Path(self.config.model.hf), self.run_dir)
         texts = {
-            CONFIG: configs.to_yaml(self.config),
+            CONFIG: yaml_files.whole(configs.to_yaml(self.config)),
             TOPOLOGY: saving.to_yaml(self.topology),
             PLAN: self.plan.to_yaml(),
         }

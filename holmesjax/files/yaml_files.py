@@ -27,6 +27,7 @@ from holmesjax.errors import ConfigError, HolmesError, Mistakes, raise_if_passin
 
 Keys = tuple[str | int, ...]  # where a value is: ("clusters", 0, "name")
 
+BEGIN, END = "# Written by HolmesJAX, up to its last line.\n", "# The last line.\n"
 MAX_BYTES = 2**20  # a run file has 2 kB; a topology that lists 10,000 unequal nodes about 800 kB
 MAX_DEPTH = 10
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, ten times faster, if built in
@@ -148,7 +149,10 @@ def _file_text(path: Path, error: type[HolmesError]) -> str:
                 found,
                 "check the path: a YAML file that people write is smaller",
             )
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
+        if text.startswith(BEGIN) and not text.endswith(END):
+            raise refusal("is cut off", f"{size:,} bytes, without the last line", "copy it again")
+        return text
     except UnicodeDecodeError as failure:
         found = f"bytes that are no UTF-8 at offset {failure.start:,}"
         raise refusal("must be text", found, "save it as UTF-8, or name a YAML file") from None
@@ -421,6 +425,14 @@ def to_text(values: dict[str, Any]) -> str:
         default_flow_style=None,
     )
     return text
+
+
+def whole(text: str) -> str:
+    """The text between two lines that tell `read` whether a file has all of it.
+
+    Half of the settings of a run are settings, too: the others would have their defaults.
+    """
+    return f"{BEGIN}{text}{END}"
 
 
 class _LineDumper(_Dumper):
