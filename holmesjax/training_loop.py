@@ -57,6 +57,11 @@ def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items()}
 
 
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a step that callbacks are told: no arrays of experts or stages."""
+    return {name: value for name, value in metrics.items() if not np.shape(value)}
+
+
 @dataclass
 class _Unread:
     """A step whose numbers are still being computed."""
@@ -89,7 +94,7 @@ class TrainingLoop:
       callbacks: the user's.
       tells_at_once: asked after each step whether to wait for its numbers and tell of it then.
       stage_names: of the stages whose squared norms the runner gives, in their order.
-      placement: of the experts of this process, at the begin and at each checkpoint.
+      placement: of the experts here, before the first step and the one after each checkpoint.
     """
 
     config: Config
@@ -120,8 +125,11 @@ class TrainingLoop:
     _num_skipped: int = field(default=0, init=False)  # in a row
     _checkpoint_s: float = field(default=0.0, init=False)  # that no report has yet
     _expert_loads: ExpertLoads = field(init=False)
-    # The peaks of loads by layer, as experts were placed last, until a report has them.
+    _is_by_number: bool = field(default=True, init=False)  # whether experts wait to be placed
+    # The peaks of loads by layer, as experts were placed last, until the report of a step after
+    # `_placed_after` has them.
     _peaks: Mapping[str, Sequence[float]] = field(default_factory=dict, init=False)
+    _placed_after: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         every = self.config.log.expert_loads_every
@@ -169,10 +177,12 @@ class TrainingLoop:
                 yield from map(Validation, range(num_sets * train.eval_batches))
 
     def _run(self, feed: Feed, done: int) -> Iterator[int]:
-        self._place_experts()
         steps, saved = self.config.train.steps, done
         unread: _Unread | None = None
         timeline: Timeline | None = None  # of the step that is dispatched
+        if done < steps:
+            self._place_experts(done)
+            self._checkpoint_s = 0.0  # there was none
         self._last_s = time.perf_counter()
 
         def tell(following: Timeline | None = None) -> None:
@@ -182,6 +192,7 @@ class TrainingLoop:
 
         meanwhile = OverlappedWork(nearly=self.vote, idle=lambda: tell(timeline))
         while done < steps and not self.is_stopping() and not self.is_over:
+            self._place_experts(done)
             self.begins("step", done + 1)
             self.callbacks.before_step(done + 1)
             timeline = self.clock.timeline()
@@ -190,7 +201,7 @@ class TrainingLoop:
             waited_s = time.perf_counter() - began_s
             self.states, metrics = self._step(done + 1, self.states, inputs, timeline, meanwhile)
             done += 1
-            own = self.callbacks.after_step(done, metrics)
+            own = self.callbacks.after_step(done, _scalars(metrics))
             link_bytes = self.runner.take_link_bytes()
             landed = self.runner.round if isinstance(self.runner, IslandApart) else None
             unread = _Unread(done, metrics, timeline, link_bytes, waited_s, own, landed)
@@ -265,14 +276,17 @@ class TrainingLoop:
         self.begins("checkpoint", done)
         if self.placement:
             self.states = self.placement.by_number(self.states)
+            self._is_by_number = True
         self.writer.save(done, self.states)
-        self._place_experts()
         self._checkpoint_s += time.perf_counter() - began_s
 
-    def _place_experts(self) -> None:
-        """By the loads of the last step, from the order that checkpoints have."""
-        if self.placement:
+    def _place_experts(self, done: int) -> None:
+        """By the loads of the last step, where experts lie as checkpoints have them."""
+        if self.placement and self._is_by_number:
+            began_s = time.perf_counter()
             self.states, self._peaks = self.placement.by_load(self.states)
+            self._is_by_number, self._placed_after = False, done
+            self._checkpoint_s += time.perf_counter() - began_s
 
     def _is_evaluating(self, done: int) -> bool:
         every, steps = self.config.train.eval_every, self.config.train.steps
@@ -311,7 +325,7 @@ class TrainingLoop:
         report["input_wait_s"] = unread.input_wait_s
         if risen := self.memory.risen():
             report["memory_bytes"] = risen
-        if self._peaks:
+        if self._peaks and unread.step > self._placed_after:
             report["expert_peaks"], self._peaks = dict(self._peaks), {}
         if self._checkpoint_s:
             report["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0

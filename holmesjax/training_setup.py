@@ -64,6 +64,7 @@ class TrainingSetup:
         session: str | None = None,
     ):
         self._job, self._chunks, self._session = job, chunks, session
+        self._placement = _placement(chunks)  # which refuses optimizers, before data are read
         self._compile_s = 0.0
         self._states: Sequence[ChunkState] = ()  # until the loop has them
         data = cluster_paths.here(job.config.data, cluster)
@@ -158,14 +159,15 @@ class TrainingSetup:
             memory=PeakMemory(devices_of(self._chunks)),
             compile_s=self._compile_s,
             stage_names=_stage_names(self._job.plan, self._chunks),
-            placement=self._placement(),
+            placement=self._placement,
         )
         loop.states, self._states = self._states, ()  # a step takes their memory
         return loop
 
-    def _placement(self) -> ExpertPlacement | None:
-        """The placement of the experts of the chunks here; None where they lie by number."""
-        return ExpertPlacement(self._chunks) if any(c.placed_layers for c in self._chunks) else None
+
+def _placement(chunks: Sequence[Chunk]) -> ExpertPlacement | None:
+    """The placement of the experts of chunks; None where they lie by number."""
+    return ExpertPlacement(chunks) if any(chunk.placed_layers for chunk in chunks) else None
 
 
 def make_chunks(

@@ -87,6 +87,49 @@ def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
     ]
 
 
+def test_experts_move_before_a_step_and_the_record_of_that_step_says_so():
+    """A checkpoint after steps 2 and 3, the last: nothing moves behind it."""
+    events, told, seen = [], [], []
+
+    class Runner:
+        def train_step(self, states, batch, timeline, meanwhile):
+            events.append("step")
+            meanwhile.idle()
+            numbers = dict.fromkeys(("grad_norm", "learning_rate", "loss"), np.float32(1))
+            arrays = {"choices/block_001": np.ones(4), "square_norms": np.ones(2)}
+            return states, {**numbers, **arrays, "skipped": np.bool_(False)}
+
+        def take_link_bytes(self):
+            return {}
+
+    class Placement:
+        def by_load(self, states):
+            events.append("by load")
+            return states, {"block_001": (1.5, 1.0 + events.count("by load"))}
+
+        def by_number(self, states):
+            events.append("by number")
+            return states
+
+    class Seeing(Callback):
+        def after_step(self, trainer, step, numbers):
+            seen.append({name: float(value) for name, value in numbers.items()})
+
+    loop = make_loop(Runner(), events, steps=3)
+    loop.placement, loop.callbacks = Placement(), Callbacks(None, [Seeing()])
+    loop.is_saving, loop.tell = lambda step: step == 2, told.append
+    assert list(loop._run(SimpleNamespace(take=lambda: None), 0)) == [1, 2, 3]
+    assert events == [
+        *("by load", "step", "step", "by number", "save 2"),
+        *("by load", "step", "by number", "save 3"),
+    ]
+    peaks = {report["step"]: report.get("expert_peaks") for report in told}
+    assert peaks == {1: {"block_001": (1.5, 2.0)}, 2: None, 3: {"block_001": (1.5, 3.0)}}
+    assert [set(numbers) for numbers in seen] == [
+        {"grad_norm", "learning_rate", "loss", "skipped"}
+    ] * 3
+
+
 class Result:
     """Stands for a result of a step, which is ready once it is told to be."""
 

@@ -76,6 +76,8 @@ FILES = (
 )
 SHOWN = 12  # digits of a digest
 OUTER = ("rate", "momentum", "nesterov")  # of the rule of earlier versions
+# Settings of `parallel` that change the order of sums, and what a manifest without them has.
+OF_EXPERTS = {"expert_placement": "number", "expert_chunks": 1}
 WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
 # By which a learning rate changes; the batches count for a schedule by tokens.
 RATE = (
@@ -375,7 +377,11 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
     if (experts := found["model"]["experts"]) is not None and experts["latent_width"] is None:
         del experts["latent_width"]
-    if (parallel := job.config.parallel).has_islands:
+    parallel = job.config.parallel
+    now = {name: getattr(parallel, name) for name in OF_EXPERTS}
+    if now != OF_EXPERTS:
+        found["experts"] = now
+    if parallel.has_islands:
         # Without what earlier versions did not have.
         outer, plain = dataclasses.asdict(parallel.outer_rule), dataclasses.asdict(OuterConfig())
         outer = {n: x for n, x in outer.items() if n in OUTER or x != plain[n]}
@@ -423,6 +429,10 @@ def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
     saved, wanted = checkpoint.settings, settings(job)
     if "parallel" in saved and "parallel" not in wanted:
         yield Change("parallel.across", saved["parallel"]["across"], job.config.parallel.across)
+    kept, asked = ({**OF_EXPERTS, **each.pop("experts", {})} for each in ({**saved}, wanted))
+    for name, now in asked.items():
+        if kept[name] != now:
+            yield Change(f"parallel.{name}", kept[name], now)
     for section, values in wanted.items():
         for name, now in values.items():
             own = saved.get(section, {})

@@ -33,6 +33,7 @@ def _below_one(value: float) -> float:
 # Sizes have a limit far beyond any model or machine. So a slip is refused, and products of sizes
 # stay within 64 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+NumChunks = Annotated[int, Field(ge=1, le=64, strict=True)]  # each is traced for itself
 Tokens = Annotated[int, Field(ge=1, le=2**46 - 1, strict=True)]
 Natural = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]

@@ -169,6 +169,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ("train", "parallel"): (
         parallel_checks.microbatches_are_equal,
         training_checks.rounded_gradients_cross,
+        training_checks.experts_lie_still,
         island_checks.training_suits_islands,
     ),
     ("parallel", "plan"): (island_checks.islands_are_compared_by_time,),
@@ -180,6 +181,9 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         training_checks.attention_is_deterministic_too,
         training_checks.cudnn_computes_halves,
     ),
-    ("kernels", "model"): (training_checks.cudnn_has_gradients,),
+    ("kernels", "model"): (
+        training_checks.cudnn_has_gradients,
+        training_checks.kernels_have_experts,
+    ),
     ("train", "data"): (data_checks.validation_has_data,),
 }

@@ -161,9 +161,11 @@ def sequences_with_capacity_are_whole(
 
 def experts_cut_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
     expert, where = parallel.expert or 1, "parallel.expert"
-    if parallel.expert_placement == "load" and model.experts is None:
-        fix = "leave it out"
-        yield wrong("parallel.expert_placement", "is for a model with experts", "load", fix)
+    for name, plain in (("expert_placement", "number"), ("expert_chunks", 1)):
+        value = getattr(parallel, name)
+        if value != plain and model.experts is None:
+            problem, fix = "is for a model with experts", "leave it out"
+            yield wrong(f"parallel.{name}", problem, value, fix)
     if expert == 1:
         return
     if model.experts is None:

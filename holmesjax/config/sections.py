@@ -19,6 +19,7 @@ from holmesjax.config.allowed_values import (
     Natural,
     NonNegative,
     NoSeconds,
+    NumChunks,
     Positive,
     Rate,
     Seconds,
@@ -181,10 +182,11 @@ class ParallelConfig:
     # other parameters, as fsdp does.
     expert: Count | None = None
     # The order in which devices that share experts have them. load: at the begin and after each
-    # checkpoint, so that the loads of the last step are as even as they can be. number: by number.
+    # checkpoint, so that the loads of the last step are as even as they can be, which is not for
+    # train.deterministic. number: by number.
     expert_placement: Literal["number", "load"] = "number"
     # Chunks of an exchange of tokens, of which one travels while another one's experts compute.
-    expert_chunks: Count = 1
+    expert_chunks: NumChunks = 1
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # microbatches of a step
     schedule: Schedule | None = None  # order of forwards and backwards on each stage

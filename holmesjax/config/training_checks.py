@@ -175,6 +175,18 @@ def attention_is_deterministic_too(
         yield wrong("kernels.deterministic_attention", problem, False, fix)
 
 
+def experts_lie_still(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    if train.deterministic and parallel.expert_placement == "load":
+        problem = "must be number for train.deterministic: else the moments of saves change sums"
+        fix = "use number, or set train.deterministic to false"
+        yield wrong("parallel.expert_placement", problem, "load", fix)
+
+
+def kernels_have_experts(kernels: KernelsConfig, model: ModelConfig) -> Iterator[ConfigError]:
+    if kernels.experts == "pallas" and model.experts is None:
+        yield wrong("kernels.experts", "is for a model with experts", "pallas", "leave it out")
+
+
 def cudnn_computes_halves(train: TrainConfig, kernels: KernelsConfig) -> Iterator[ConfigError]:
     if kernels.attention == "cudnn" and train.compute_dtype not in HALF_PRECISION:
         problem = f"cudnn has no {train.compute_dtype}, which train.compute_dtype asks for"

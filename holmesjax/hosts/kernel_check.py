@@ -191,15 +191,13 @@ def verdict(
         return CheckVerdict(problem=reason, versions=versions)
     key = {**versions, "source": source_digest(), "asked": dict(asked)}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    what = "kernels of experts" if "experts" in asked else "attention kernels"
     # Another process holds the lock for one check; where none can be kept, several hold it in turn.
     with _alone(_folder(env), name, patience_s=2 * longest_s(asked, limit_s)) as path:
         if (kept := _read(path)) is not None:
             outcome = {name: kept[name] for name in ("problem", "has_ended")}
             return CheckVerdict(versions=versions, **outcome)
-        say(
-            "checking the attention kernels on this machine, once: "
-            f"at most {limit_s:g} s for each case"
-        )
+        say(f"checking the {what} on this machine, once: at most {limit_s:g} s for each case")
         has_ended = True
         try:
             problem = _run([json.dumps(asked), *check], limit_s, advance)
@@ -211,7 +209,7 @@ def verdict(
             write_whole(path, text)
     if found.problem is not None:
         again = "" if has_ended else f"; a start after {RETRY_S / 60:g} minutes checks again"
-        say(f"warning: the attention kernels are not used: {found}{again}")
+        say(f"warning: the {what} are not used: {found}{again}")
     return found
 
 

@@ -86,7 +86,7 @@ def experts(
         capacity=capacity,
         shards=kernels.shards,
         num_chunks=kernels.expert_chunks,
-        by_kernel=_by_kernel(h_BLD, params["up_EDF"], context),
+        by_kernel=_by_kernel(h_BLD, params["up_EDF"], context, capacity),
     )
     y_BLD = checkpoint_name(y_BLD, ops.RESULTS)
     if "widen_CD" in params:
@@ -95,10 +95,14 @@ def experts(
     return y_BLD, _auxiliary(logits_BLE, scores_BLE, count_E, router["count_E"], context)
 
 
-def _by_kernel(x_BLD: jax.Array, w_EDF: jax.Array, context: Context) -> bool:
-    """Whether kernels multiply. Raises ConfigError where they are asked for and cannot."""
+def _by_kernel(x_BLD: jax.Array, w_EDF: jax.Array, context: Context, capacity: int | None) -> bool:
+    """Whether kernels multiply. Raises ConfigError where they are asked for and cannot.
+
+    With a capacity a device that has all experts multiplies them in one batched product.
+    """
     kernels = context.kernels
-    if kernels.config.experts != "pallas":
+    is_batched = capacity is not None and kernels.size(Axis.EXPERT) == 1
+    if kernels.config.experts != "pallas" or is_batched:
         return False
     inner = w_EDF.shape[2] // kernels.size(Axis.TENSOR)
     reason = ops.unsupported_experts(kernels.device, x_BLD.dtype, x_BLD.shape[-1], inner)

@@ -127,7 +127,11 @@ def _left_out(topology: Topology, names: Sequence[Sequence[str]]) -> dict[str, i
 
 
 def _refuse_untrained_changes(config: Config) -> None:
-    """Raises PlanError for parameters that steps change without a gradient: nothing merges them."""
+    """Raises PlanError for parameters that steps change without a gradient: nothing merges them.
+
+    So no island has experts; whoever allows them also has to merge their loads in
+    `report.process_step.known_of`.
+    """
     for layer, kind in layers(config.model).items():
         for parameter in kind.parameters:
             if parameter.changes and not parameter.trains:

@@ -7,7 +7,8 @@ from holmesjax.config import ExpertsConfig
 
 LOADS, STEPS = "expert_loads", "expert_load_steps"  # in the record of a step
 FIELD = "experts_in_alarm"  # in the record of a step: loads over the mean, by "block_001/3"
-MAX_NAMED = 32  # experts in a record
+COUNT = "num_experts_in_alarm"  # in each record with loads: of all, named or not
+MAX_NAMED = 32  # experts in a record: the farthest from the mean
 SHOWN = 4  # experts in a line
 
 Record = Mapping[str, Any]
@@ -34,7 +35,10 @@ class ExpertAlarm:
             return {}, None
         found = outliers(record[LOADS], self.limit)
         named, self._named = self._named, frozenset(found)
-        addition = {FIELD: dict(list(found.items())[:MAX_NAMED])} if found else {}
+        addition: dict[str, Any] = {COUNT: len(found)}
+        if found:
+            farthest = sorted(found, key=lambda name: -abs(found[name] - 1))[:MAX_NAMED]
+            addition[FIELD] = {name: load for name, load in found.items() if name in farthest}
         if self._named == named:
             return addition, None
         return addition, self._describe(record, found)

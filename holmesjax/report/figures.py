@@ -254,7 +254,7 @@ def expert_loads(loads: Mapping[str, Sequence[float]]) -> Figure:
     figure, axes = _figure(height_in=min(1.1 + 0.28 * len(load), 9.0))
     shade = LinearSegmentedColormap.from_list("loads", [PAPER, SKY, BLUE])
     edges = np.arange(load.shape[1] + 1) - 0.5, np.arange(load.shape[0] + 1) - 0.5
-    norm = Normalize(0.0, max(2.0, float(load.max())))
+    norm = Normalize(0.0, max(2.0, float(np.max(load))))
     # One image, however many experts there are: a shape for each would make a huge page.
     image = axes.imshow(load, cmap=shade, norm=norm, aspect="auto", interpolation="nearest")
     rows, columns = np.nonzero(load == 0)

@@ -27,7 +27,8 @@ TAKEN = frozenset(
         *(*NUMBERS, *GROUPS, *metrics.MAPPINGS, *metrics.MAY_HAVE),
         *("grad_norm", "learning_rate", "time_left_s", "time_s"),
         *("link_losses", "link_lost_s", "nic_bytes", "round"),
-        *(expert_alarm.LOADS, expert_alarm.STEPS, expert_alarm.FIELD, "expert_peaks"),
+        *(expert_alarm.LOADS, expert_alarm.STEPS, expert_alarm.FIELD),
+        *(expert_alarm.COUNT, "expert_peaks"),
     )
 )
 MAX_ALARMS = 20  # of experts, the newest
@@ -50,8 +51,8 @@ class History:
         self.last_validated: Record | None = None
         self.memory_bytes: dict[str, int] = {}  # the last peak of each device
         self.last_expert_loads: Record | None = None  # the last record that has them
-        # The experts that raised an alarm, by step.
-        self.expert_alarms: dict[int, Mapping[str, float]] = {}
+        # The experts that raised an alarm, by step, and how many did that are not named.
+        self.expert_alarms: dict[int, tuple[Mapping[str, float], int]] = {}
         count, found = 0, iter(records)
         while chunk := list(itertools.islice(found, CHUNK)):
             self._take(chunk, count)
@@ -81,7 +82,9 @@ class History:
             if expert_alarm.LOADS in record:
                 self.last_expert_loads = record
             if expert_alarm.FIELD in record:
-                self.expert_alarms[record["step"]] = record[expert_alarm.FIELD]
+                named = record[expert_alarm.FIELD]
+                more = record.get(expert_alarm.COUNT, len(named)) - len(named)
+                self.expert_alarms[record["step"]] = named, more
         self.expert_alarms = dict(sorted(self.expert_alarms.items())[-MAX_ALARMS:])
         for name in dict.fromkeys(itertools.chain.from_iterable(chunk)):
             if name in NUMBERS or (name not in TAKEN and self._keeps_other(name, chunk)):

@@ -19,6 +19,7 @@ from holmesjax.errors import DataError, PeerError
 from holmesjax.files import json_text, regular_files, run_folder
 from holmesjax.files.whole_files import put_in_place, temporary_of
 from holmesjax.liveness.lease import Lease
+from holmesjax.report import expert_alarm
 from holmesjax.report.metric_sinks import check_installed, close_sinks, start_sinks
 from holmesjax.report.record_file import RecordFile
 
@@ -185,11 +186,15 @@ def _finite(value: Any) -> Any:
 def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """One flat name per number; lists of numbers, such as loads of experts, are left out.
 
+    So are the experts in alarm, each of which would be a series of its own: their count is there.
+
     >>> _scalars({"step": 3, "loss": 2.5, "link_bytes": {"stage 0 -> stage 1": 8}})
     {'loss': 2.5, 'link_bytes/stage_0_to_stage_1': 8.0}
     """
     scalars = {}
     for name, value in record.items():
+        if name == expert_alarm.FIELD:
+            continue
         if isinstance(value, Mapping):
             for key, item in value.items():
                 if not isinstance(item, Sequence):

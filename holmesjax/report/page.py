@@ -387,8 +387,12 @@ def _experts_section(records: History) -> list[_Section]:
         f"steps to step {record['step']:,}. A cross is an expert without a token."
     )
     rows = [
-        (f"{step:,}", ", ".join(f"{name}: {load:.3g}" for name, load in found.items()))
-        for step, found in reversed(records.expert_alarms.items())
+        (
+            f"{step:,}",
+            ", ".join(f"{name}: {load:.3g}" for name, load in found.items())
+            + (f" and {more:,} more" if more else ""),
+        )
+        for step, (found, more) in reversed(records.expert_alarms.items())
     ]
     tables = [_Table(("Alarm at step", "Experts, and their loads over the mean"), rows)]
     picture = _picture("experts", figures.expert_loads(record[expert_alarm.LOADS]))

@@ -64,12 +64,6 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
     mean = lambda values: math.fsum(values) / len(own)
     known |= {name: mean(island[name] for island in own) for name in MEANS if name in known}
     known["skipped"] = any(island["skipped"] for island in own)
-    if "expert_loads" in known:
-        every = [island["expert_loads"] for island in own if "expert_loads" in island]
-        known["expert_loads"] = {
-            layer: [math.fsum(x) / len(every) for x in zip(*(e[layer] for e in every), strict=True)]
-            for layer in every[0]
-        }
     if "auxiliary" in known:
         known["auxiliary"] = {
             name: mean(island["auxiliary"][name] for island in own) for name in known["auxiliary"]

@@ -6,6 +6,7 @@ the layer is by number. Checkpoints have experts by number, and no table.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from holmesjax.config.update_rules import factored_dims
 from holmesjax.costs import expert_placement
 from holmesjax.errors import ConfigError
 from holmesjax.layer_specs.experts import COUNT, PLACE
@@ -38,7 +41,8 @@ class Peaks(NamedTuple):
 class ExpertPlacement:
     """Places the experts of the chunks of a process; nothing changes in chunks that place none.
 
-    Arrays of experts that move are deleted, one after the other, so that there is room for them.
+    Arrays move one after the other. For one of them a device holds its own part, the new one, and
+    two parts that travel.
 
     Raises:
       ConfigError: the optimizer keeps an array of experts that has no row for each of them.
@@ -50,7 +54,7 @@ class ExpertPlacement:
         for chunk in self.chunks:
             for path, x in jax.tree_util.tree_leaves_with_path(chunk.state_shapes):
                 _, parameter = _of_experts(chunk, path)
-                if parameter is not None and x.shape[:2] != parameter.shape[:2]:
+                if parameter is not None and not _has_a_row_for_each(parameter, x.shape):
                     raise ConfigError(
                         "parallel.expert_placement",
                         "must be number, if the optimizer keeps no row for each expert",
@@ -132,6 +136,15 @@ def _of_experts(chunk: Chunk, path: tuple) -> tuple[str, Parameter | None]:
     return "", None
 
 
+def _has_a_row_for_each(parameter: Parameter, shape: tuple[int, ...]) -> bool:
+    """Whether an array that belongs to a weight of experts has a row for each of them."""
+    whole = parameter.shape
+    means = [whole[:dim] + whole[dim + 1 :] for dim in factored_dims(whole) or ()]
+    if shape in means:  # of Adafactor, and one over experts has no rows of theirs
+        return whole[1:] not in means and shape[0] == whole[0]
+    return shape[:2] == whole[:2]
+
+
 def _in_order(chunk: Chunk, orders: Orders, path: tuple, x: jax.Array) -> jax.Array:
     """An array of a state, with a row for each expert in its layer's order."""
     layer, parameter = _of_experts(chunk, path)
@@ -144,6 +157,38 @@ def _in_order(chunk: Chunk, orders: Orders, path: tuple, x: jax.Array) -> jax.Ar
 
 
 @functools.cache
-def _take(where: jax.sharding.Sharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
-    take = lambda x, order_E: jnp.take(x, order_E, axis=0, mode="clip")
-    return jax.jit(take, out_shardings=where)
+def _take(where: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+    """A program that takes rows, which devices pass on to each other in a ring.
+
+    `jnp.take` along a dim that is cut would gather the whole array on every device.
+    """
+    sizes, cuts = where.mesh.shape, sharding.spec_axes(where.spec, 1)[0]
+    axes = tuple(axis for axis in sizes if axis in cuts)  # in whose order collectives count devices
+    num_parts = math.prod(sizes[axis] for axis in axes)
+    # The number of the part that each device of the ring has.
+    part_n = np.arange(num_parts, dtype=np.int32).reshape([sizes[axis] for axis in cuts])
+    part_n = part_n.transpose([cuts.index(axis) for axis in axes]).ravel()
+    ring = [(i, (i - 1) % num_parts) for i in range(num_parts)]
+
+    def on_shards(own: jax.Array, order_E: jax.Array) -> jax.Array:
+        each = len(own)
+        place = jax.lax.axis_index(axes) if axes else 0
+        part = lambda turn: jnp.asarray(part_n)[(place + turn) % num_parts]
+        wanted = jax.lax.dynamic_slice_in_dim(order_E, part(0) * each, each)
+
+        def take(turn: jax.Array | int, rows: jax.Array, taken: jax.Array) -> jax.Array:
+            row = wanted - part(turn) * each
+            is_here = ((row >= 0) & (row < each)).reshape(-1, *[1] * (own.ndim - 1))
+            return jnp.where(is_here, jnp.take(rows, row, axis=0, mode="clip"), taken)
+
+        def pass_on(turn: jax.Array, held: tuple[jax.Array, jax.Array]) -> Any:
+            rows, taken = held
+            rows = jax.lax.ppermute(rows, axes, ring)
+            return rows, take(turn, rows, taken)
+
+        held = own, take(0, own, own)
+        return jax.lax.fori_loop(1, num_parts, pass_on, held)[1]
+
+    specs: dict[str, Any] = {"in_specs": (where.spec, P()), "out_specs": where.spec}
+    run = jax.shard_map(on_shards, mesh=where.mesh, check_vma=False, **specs)
+    return jax.jit(run)

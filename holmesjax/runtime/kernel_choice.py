@@ -53,16 +53,19 @@ def find_unproven(
         problem = "asks for kernels that this machine would miscompile"
         fix = f"install {kernel_check.SOUND}"
         raise ConfigError(f"kernels.{asking[0]}", problem, found=reason, fix=fix)
-    if "experts" in asking and config.model.experts is not None:
-        tensors = {job.plan.stages[stage].mesh.get(Axis.TENSOR, 1) for stage in stages}
-        for tensor in sorted(tensors):
-            asked = kernel_check.asked_of_experts(config, tensor)
-            found = kernel_check.verdict(asked, find_host().gpus, env, say, advance=advance)
+    if "experts" in asking:
+        gpus = find_host().gpus
+        for asked in _of_experts(job, stages):
+            own, fix = asked["experts"], "use auto or xla"
+            for gpu in gpus:
+                widths = own["width"], own["inner"]
+                if reason := ops.unsupported_experts(_device(gpu), own["dtype"], *widths):
+                    problem = "asks for kernels that cannot multiply here"
+                    raise ConfigError("kernels.experts", problem, found=reason, fix=fix)
+            found = kernel_check.verdict(asked, gpus, env, say, advance=advance)
             if found.lack is not None:
                 problem = "asks for kernels that have not passed their check on this machine"
-                fix = "use auto or xla"
-                where = "kernels.experts"
-                raise ConfigError(where, problem, found=f"no {found.lack}", fix=fix)
+                raise ConfigError("kernels.experts", problem, found=f"no {found.lack}", fix=fix)
     if "auto" not in (config.kernels.attention, config.kernels.optimizer):
         return ops.UNCHECKED
     if not (gpus := find_host().gpus):
@@ -73,6 +76,34 @@ def find_unproven(
         if (lack := kernel_check.verdict(asked, gpus, env, say, advance=advance).lack) is not None:
             return lack
     return None if checks else ops.UNCHECKED
+
+
+def _of_experts(job: Job, stages: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yields what checks of the kernels of experts are asked, for stages that multiply with them.
+
+    With a capacity only devices that share experts do. Raises ConfigError if no stage does.
+    """
+    experts = job.config.model.experts
+    if experts is None:
+        return
+    has_capacity = experts.capacity_factor is not None
+    uses = lambda mesh: not has_capacity or mesh.get(Axis.EXPERT, 1) > 1
+    if not any(uses(stage.mesh) for stage in job.plan.stages):
+        problem = "asks for kernels that no stage takes: with a capacity, products are batched"
+        fix = "use auto or xla, or leave model.experts.capacity_factor out"
+        raise ConfigError("kernels.experts", problem, found="pallas", fix=fix)
+    meshes = [job.plan.stages[stage].mesh for stage in stages]
+    for tensor in sorted({mesh.get(Axis.TENSOR, 1) for mesh in meshes if uses(mesh)}):
+        yield kernel_check.asked_of_experts(job.config, tensor)
+
+
+def _device(gpu: Gpu) -> SimpleNamespace:
+    """A GPU as JAX would show it."""
+    return SimpleNamespace(
+        platform="gpu",
+        device_kind=gpu.name,  # NVIDIA's name, as in JAX
+        compute_capability=gpu.compute_capability,
+    )
 
 
 def _of_attention(config: Config, gpus: Sequence[Gpu], is_cut: bool) -> list[dict[str, Any]]:
@@ -86,14 +117,9 @@ def _of_attention(config: Config, gpus: Sequence[Gpu], is_cut: bool) -> list[dic
 
 def _of_update(config: Config, gpus: Sequence[Gpu]) -> Iterator[dict[str, Any]]:
     """Yields what a check of the kernel of AdamW's step is asked, if it decides."""
-    device = SimpleNamespace(
-        platform="gpu",
-        device_kind=gpus[0].name,  # NVIDIA's name, as in JAX
-        compute_capability=gpus[0].compute_capability,
-    )
     has_kernel = RULES[config.optimizer.name].has_adamw and config.train.param_dtype == "float32"
     is_free = has_kernel and config.kernels.optimizer == "auto"
-    if is_free and ops.update_depends_on_check(device, config.optimizer.moments):
+    if is_free and ops.update_depends_on_check(_device(gpus[0]), config.optimizer.moments):
         yield kernel_check.asked_of_update(config)
 
 

@@ -170,6 +170,20 @@ TOLD = {
 }
 
 
+def test_where_experts_lay_is_told_where_it_changes(tmp_path):
+    model = "model.experts={}", "model.pattern=[block, expert_block]"
+    checkpoint(load(tmp_path, *model), steps=10)
+    assert "experts" not in manifest.newest(tmp_path / "run", print).settings
+    by_load = *model, "parallel.expert_placement=load"
+    told = resume.find(load(tmp_path, *by_load), (), print).describe()
+    assert "  parallel.expert_placement: number -> load" in told
+    checkpoint(load(tmp_path, *by_load), steps=20)
+    assert not resume.find(load(tmp_path, *by_load), (), print).changes
+    again = load(tmp_path, *model, "parallel.expert_chunks=2")
+    told = [str(change) for change in resume.find(again, (), print).changes]
+    assert told == ["parallel.expert_placement: load -> number", "parallel.expert_chunks: 1 -> 2"]
+
+
 @pytest.mark.parametrize("setting, said", TOLD.items())
 def test_other_changes_are_told(folder, setting, said):
     told = resume.find(load(folder, setting), (), print).describe()

@@ -361,6 +361,23 @@ parallel.expert: must be 1 for a model without experts
   found: 2
   fix: use 1, or fsdp
 
+parallel.expert_chunks=2
+parallel.expert_chunks: is for a model with experts
+  found: 2
+  fix: leave it out
+
+kernels.experts=pallas
+kernels.experts: is for a model with experts
+  found: pallas
+  fix: leave it out
+
+train.deterministic=true kernels.deterministic_attention=true parallel.expert_placement=load \
+model.experts={} model.pattern=[expert_block]
+parallel.expert_placement: must be number for train.deterministic: else the moments of saves \
+change sums
+  found: load
+  fix: use number, or set train.deterministic to false
+
 parallel.expert=4 model.experts.count=6 model.pattern=[expert_block] train.global_batch=32
 parallel.expert: must divide model.experts.count = 6
   found: 4

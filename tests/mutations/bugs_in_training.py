@@ -152,6 +152,14 @@ TRAINING = (
         tests=("tests/runtime/test_expert_placement.py",),
     ),
     Bug(
+        name="rows-pass-the-other-way",
+        module="holmesjax.runtime.expert_placement",
+        old="ring = [(i, (i - 1) % num_parts) for i in range(num_parts)]",
+        new="ring = [(i, (i + 1) % num_parts) for i in range(num_parts)]",
+        wrong="a device takes rows of another device than it counts on",
+        tests=("tests/runtime/test_expert_placement.py",),
+    ),
+    Bug(
         name="tokens-sent-to-the-number",
         module="holmesjax.models.experts",
         old="jnp.where(is_chosen, place_E, 0)",

@@ -230,8 +230,11 @@ def test_loads_of_experts_have_a_picture_and_their_alarms_a_table(make_run):
     loads = {"block_001": [8, 2, 0, 2], "block_003": [3, 3, 3, 3]}
     told = {"expert_loads": loads, "expert_load_steps": 2}
     in_alarm = {"experts_in_alarm": {"block_001/0": 2.6666, "block_001/2": 0.0}}
+    in_alarm["num_experts_in_alarm"] = 7
     page = read(make_run([record(1), record(2, **told, **in_alarm), record(3)]))
-    assert {"Experts", "block_003", "block_001/0: 2.67, block_001/2: 0"} <= set(page.texts)
+    assert {"Experts", "block_003", "block_001/0: 2.67, block_001/2: 0 and 5 more"} <= set(
+        page.texts
+    )
     assert any("in the 2 steps to step 2." in text for text in page.texts)
     images = [value for value in page.values("href") if value.startswith("data:image/png")]
     assert images

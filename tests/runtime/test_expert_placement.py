@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from holmesjax.checkpoints import manifest, restoring
 from holmesjax.config import ExpertsConfig, OptimizerConfig
 from holmesjax.errors import ConfigError
 from holmesjax.models.layer import statements
 from holmesjax.optimizers.optimizer import make_optimizer
-from holmesjax.runtime.expert_placement import ExpertPlacement, with_places
+from holmesjax.runtime.expert_placement import ExpertPlacement, _take, with_places
 from holmesjax.runtime.pipeline import make_runner
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.one_device import step_inputs
@@ -96,12 +97,36 @@ def test_all_that_belongs_to_an_expert_moves_and_nothing_else():
         np.testing.assert_array_equal(back[key], x, key)
 
 
-def test_an_optimizer_without_a_row_for_each_expert_is_refused():
+@pytest.mark.parametrize("axes", ["expert", ("expert", "data")])
+def test_rows_move_in_a_ring_in_which_no_device_has_the_whole_array(axes):
+    mesh = jax.make_mesh((2, 4), ("data", "expert"))
+    where = NamedSharding(mesh, P(axes, None))
+    x_ED = np.random.default_rng(0).standard_normal((16, 1024)).astype(np.float32)
+    order_E = np.random.default_rng(1).permutation(16).astype(np.int32)
+    program = _take(where).lower(jax.device_put(x_ED, where), order_E).compile()
+    np.testing.assert_array_equal(program(jax.device_put(x_ED, where), order_E), x_ED[order_E])
+    text = program.as_text()
+    assert "collective-permute" in text
+    assert "all-gather" not in text
+    part = x_ED.nbytes // (4 if axes == "expert" else 8)
+    memory = program.memory_analysis()
+    assert memory.output_size_in_bytes == part
+    assert memory.temp_size_in_bytes < 2.5 * part, "two parts travel, and few numbers besides"
+
+
+@pytest.mark.parametrize("sizes", [(128, 128, 16), (8, 512, 2048)])
+def test_an_optimizer_without_a_row_for_each_expert_is_refused(sizes):
+    """Adafactor keeps means over the two largest dims: over experts, or over both others."""
+    count, width, inner = sizes
     config = OptimizerConfig(name="adafactor", learning_rate=1e-3)
-    experts = ExpertsConfig(count=128, width=16)  # of which means over all experts are kept
-    model = make_model(num_layers=1, width=128, pattern=("expert_block",), experts=experts)
+    experts = ExpertsConfig(count=count, width=inner)
+    model = make_model(num_layers=1, width=width, pattern=("expert_block",), experts=experts)
     chunks = make_chunks(model, hand_made_plan((model.num_layers,), 1, 1, expert=2))
     optimizer = make_optimizer(config, 100, statements(model))
     own = {"optimizer": optimizer, "places_experts": True, "model": model}
+    chunks = [dataclasses.replace(chunk, **own) for chunk in chunks]
+    if count == 8:
+        assert ExpertPlacement(chunks).chunks == chunks
+        return
     with pytest.raises(ConfigError, match="keeps no row for each expert"):
-        ExpertPlacement([dataclasses.replace(chunk, **own) for chunk in chunks])
+        ExpertPlacement(chunks)

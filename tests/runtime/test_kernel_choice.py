@@ -168,6 +168,17 @@ def test_kernels_of_experts_are_refused_where_their_check_fails(checks, monkeypa
     passed = CheckVerdict(problem=None, versions={})
     monkeypatch.setattr(kernel_check, "verdict", lambda *args, **more: passed)
     assert find_unproven(**asking) == ops.UNCHECKED
+    checks.clear()
+    a100 = dataclasses.replace(HOPPER, name="NVIDIA A100", compute_capability="8.0")
+    with pytest.raises(ConfigError, match="A100 devices: supported are NVIDIA Hopper"):
+        find_unproven(**asking, gpus=[a100])
+    narrow = {**asking, "model": {**experts, "experts": ExpertsConfig(width=96)}}
+    with pytest.raises(ConfigError, match="a width of "):
+        find_unproven(**narrow)
+    batched = ExpertsConfig(width=128, capacity_factor=1.0)
+    with pytest.raises(ConfigError, match="no stage takes"):
+        find_unproven(**{**asking, "model": {**experts, "experts": batched}})
+    assert checks == []
 
 
 def test_a_check_that_passes_is_all_that_the_kernels_lack(checks, monkeypatch):
