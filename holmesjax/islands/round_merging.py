@@ -89,7 +89,11 @@ def write_again(
 ) -> None:
     """Writes the weights and the momentum of a round again, to the bit: others have them.
 
-    The arguments are those of `write_round`, with what was merged then.
+    Args:
+      place, scratch, outer: as for `write_round`.
+      record: of the round.
+      before: the round before it.
+      sent: what was merged then.
 
     Raises as it, and DamagedObjectError where that gives other arrays.
     """

@@ -190,7 +190,7 @@ def rejoined(monkeypatch, *, sent_before=None, standing, sent_round, sent_step):
 
 @dataclass(frozen=True)
 class State:
-    """What an island trains, and the global weights that it knows."""
+    """The weights of an island, and the global ones that it knows."""
 
     params: dict
     outer: dict
