@@ -21,7 +21,7 @@ from holmesjax.data.batches import INPUTS, Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import DataError
 from holmesjax.islands.agreement import Digests
-from holmesjax.islands.apart import make_apart
+from holmesjax.islands.apart import IslandApart, make_apart
 from holmesjax.islands.runner import IslandsRunner, make_islands
 from holmesjax.job import Job
 from holmesjax.layer_specs.kind import BatchArray
@@ -114,6 +114,8 @@ class TrainingSetup:
             compiled=compiled,
             waits_for=waits_for,
         )
+        if isinstance(runner, IslandApart):
+            self._stack.callback(runner.close_mailbox)
         self._compile_s = time.perf_counter() - began_s
         return runner
 

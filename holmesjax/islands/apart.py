@@ -26,6 +26,7 @@ from holmesjax.checkpoints import skipped_data
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import Config, PlaceConfig
 from holmesjax.data.batches import Batches
+from holmesjax.errors import of_system
 from holmesjax.islands import rejoining
 from holmesjax.islands.landing import (
     NOWHERE,
@@ -181,17 +182,20 @@ class IslandApart(IslandsRunner):
     ) -> Sequence[ChunkState]:
         """The states with which the island begins, or goes on after so many steps.
 
-        Waits until the mailbox has a round. Raises PeerError where none comes.
+        Waits until the mailbox has a round. Raises PeerError where none comes, and HolmesError for
+        a mailbox that lacks a round which has landed here.
         """
         self._done = self._begun = self._counted = done
         states = [replace(state, outer=_begun(state)) for state in states]
         self._where = {name: x.sharding for name, x in params_of(states).items()}
         self._position = int(on_host(states[0].opt_state.updates))
         standing = self._standing = standing_in(states)
+        rejoining.refuse_older(self._mailbox.place, standing.round)
         self._sent_before = self._fetched(standing.sent_round, standing.sent_step)
         if self._own_sent:
             number, progress = self._own_sent
-            is_known = self._sent_before is not None and standing.sent_step == progress.step
+            is_same = (standing.sent_round, standing.sent_step) == (number, progress.step)
+            is_known = self._sent_before is not None and is_same
             counted = progress.step if is_known else done
             weights = self._sent_before if is_known else copies(params_of(states))
             assert weights is not None, "it was fetched"
@@ -274,10 +278,14 @@ class IslandApart(IslandsRunner):
 
     def close(self) -> None:
         """Ends the work with the mailbox, and the transport inside of the island."""
-        self._mailbox.close()
+        self.close_mailbox()
         close = getattr(self._islands[0].runner, "close", None)
         if close:
             close()
+
+    def close_mailbox(self) -> None:
+        """Ends the work with the mailbox, and gives the lease back; once is enough."""
+        self._mailbox.close()
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -328,7 +336,7 @@ class IslandApart(IslandsRunner):
         own, old = params_of(states), global_weights_of(states)
         new = {key: put(arrived.weights[key], x.sharding) for key, x in own.items()}
         sent = self._sent
-        is_merged = bool(sent and known and known.step == sent.step)
+        is_merged = bool(sent and known and (known.round, known.step) == (sent.round, sent.step))
         before: Arrays | None = old
         self._round, self._merged_tokens = record.round, record.tokens
         if self._has_all:
@@ -337,6 +345,9 @@ class IslandApart(IslandsRunner):
             before, self._counted = self._rejoined(record, old)
             if sent and before is None:
                 self._sent = replace(sent, weights=copies(new), counted=self._done)
+            elif sent and before is not None:  # it lies on this round by now, as its weights do
+                on_new = {key: landed(x, new[key], before[key]) for key, x in sent.weights.items()}
+                self._sent = replace(sent, weights=on_new)
         elif sent and is_merged:
             before, self._counted = sent.weights, sent.counted
         if sent and (is_merged or record.round >= sent.round):
@@ -370,14 +381,18 @@ class IslandApart(IslandsRunner):
             return (old, 0) if is_new else (None, self._done)
         if not known or known.round <= standing.round:  # nothing of it was merged since
             return old, standing.counted
-        is_sent = known.step == standing.sent_step and known.step <= self._begun
+        is_sent = (known.round, known.step) == (standing.sent_round, standing.sent_step)
+        is_sent = is_sent and known.step <= self._begun
         if is_sent and self._sent_before is not None:
             return self._sent_before, known.step
         return None, self._done
 
     def _fetched(self, number: int, step: int) -> Arrays | None:
         """The weights that the island had sent before its checkpoint; None: they are gone."""
-        found = self._mailbox.own_weights(number, step) if number >= 0 else None
+        try:
+            found = self._mailbox.own_weights(number, step) if number >= 0 else None
+        except OSError as error:
+            raise of_system(error) from None
         if found is None:
             return None
         return {name: put(x, self._where[name]) for name, x in found.items()}

@@ -26,12 +26,12 @@ class Leases:
 
     def take(self, beats: Mapping[str, object]) -> None:
         """Takes what the leases say now, by island; one that is not there has ended."""
-        now_s = self.clock()
-        for name, beat in beats.items():
-            if name not in self._seen or self._seen[name][0] != beat:
-                self._seen[name] = beat, now_s
-        for name in self._seen.keys() - beats.keys():
-            del self._seen[name]
+        now_s, before = self.clock(), self._seen
+        is_same = lambda name: name in before and before[name][0] == beats[name]
+        # A new one at once, since another thread may read it.
+        self._seen = {
+            name: before[name] if is_same(name) else (beat, now_s) for name, beat in beats.items()
+        }
 
     def live(self) -> set[str]:
         """The islands whose lease has not ended."""

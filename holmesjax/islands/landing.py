@@ -39,7 +39,7 @@ def with_standing(state: ChunkState, standing: RoundStanding) -> ChunkState:
     """The state of a checkpoint with the standing of the island, by layer."""
     assert state.outer is not None, "an island has it"
     numbers, arrays = np.array(standing, np.int32), jax.tree.leaves(state.params)
-    where = everywhere(arrays[0])
+    where = everywhere(arrays[0] if arrays else state.opt_state.updates)
     rounds = {layer: put(numbers, where) for layer in state.params}
     return replace(state, outer=replace(state.outer, rounds=rounds))
 

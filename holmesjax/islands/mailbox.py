@@ -1,8 +1,9 @@
 """The mailbox of islands that wait for nobody: what one process does with it, beside its steps.
 
 A thread calls `turn` again and again: it sends what is to be sent, looks for rounds that are
-merged, fetches the newest, and merges a round where that is due and this island's duty. The thread
-of the steps asks for `news`, and takes what has come. No JAX.
+merged, fetches the newest, and merges a round where that is due and this island's duty. Another one
+renews the lease, however long a transfer takes. The thread of the steps asks for `news`, and takes
+what has come. No JAX.
 
 A place that cannot be reached, or an object that is damaged, is said, and tried again: steps go on.
 """
@@ -11,7 +12,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from holmesjax.islands.round_merging import (
     DamagedSentError,
     temporary,
     weights_of,
+    write_again,
     write_round,
 )
 
@@ -43,6 +45,7 @@ KEPT_ROUNDS = 4  # the newest, so that whoever reads one has the time to
 BEATS = 4  # in the time of a lease
 CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
+BACK_OFF_S = 5.0  # until what has failed is tried again
 Arrays = dict[str, np.ndarray]  # by layer and name
 
 
@@ -144,6 +147,7 @@ class Mailbox:
         self.session = seat.session
         self._changed = threading.Condition()
         self._letters: list[_Letter] = []
+        self._posted: _Letter | None = None  # the newest that was sent
         self._first: _Letter | None = None  # to round 0, until it is known whether there is a round
         self._arrived: dict[int, Arrived] = {}
         self._taken = -1  # the newest round that steps have
@@ -152,35 +156,39 @@ class Mailbox:
         self._newest: Merged | None = None
         self._sent: dict[str, Sent] = {}  # by the name of the object
         self._damaged: set[str] = set()  # objects that were said to be
-        self._suspect = -1  # a round whose record, or weights, looked damaged once
+        self._suspect = -1  # a round whose weights looked damaged once
+        self._again_after_s = -1e9  # for a round that is written again
         self._leases = Leases(rules.lease_s, clock)
         self._watch: RoundWatch | None = None
-        self._beat, self._beat_s = 0, -1e9
+        self._beat = 0
+        self._has_held = False  # whether the lease was this job's
+        self._sessions: dict[str, str] = {}  # of the jobs that hold leases, by island
+        self._merge_after_s = -1e9  # behind a failure
         self._away_s: float | None = None  # since when the place cannot be reached
         self._failure: BaseException | None = None
         self._is_closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     # ---- for the thread of the steps -----------------------------------------------------------
 
     def start(
         self, first: IslandProgress, arrays: Callable[[], Iterable[tuple[str, np.ndarray]]]
     ) -> None:
-        """Begins to work in a thread; the weights are those of round 0, if there is no round."""
+        """Begins to work in threads; the weights are those of round 0, if there is no round."""
         if self._seat.writes:
             self._first = _Letter(0, first, arrays)
-        self._thread = threading.Thread(target=self._work, name="mailbox", daemon=True)
-        self._thread.start()
+        works = [self._work, self._hold_lease] if self._seat.merges else [self._work]
+        self._threads = [threading.Thread(target=x, name="mailbox", daemon=True) for x in works]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Ends the thread, and gives the lease back."""
+        """Ends the threads; the lease is given back."""
         self._is_closing.set()
         self._wake.set()
-        if self._thread:
-            self._thread.join(timeout=CLOSE_S)
-        if self._seat.merges:
-            with contextlib.suppress(OSError):
-                self.place.remove([self._lease_name()])
+        deadline_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
 
     def send(
         self,
@@ -221,6 +229,14 @@ class Mailbox:
             self._wanted = number
             while (found := self._found(number)) is None:
                 self._raise_failure()
+                newest = self._newest.round if self._newest else -1
+                if number is not None and number <= newest - KEPT_ROUNDS:
+                    raise PeerError(
+                        f"round {number} of the islands",
+                        "is no longer in the mailbox",
+                        found=f"round {newest} is its newest, and it keeps {KEPT_ROUNDS}",
+                        fix="start again: the island goes on with the newest",
+                    )
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise self._missing(number or 0, limit_s)
@@ -266,26 +282,39 @@ class Mailbox:
 
     def _work(self) -> None:
         while not self._is_closing.is_set():
-            try:
+            with self._telling():
                 self.turn()
-            except BaseException as error:  # told to the thread of the steps, which raises it
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
-                return
-            self._wake.wait(self._poll_s)
+            if self._away_s is None:
+                self._wake.wait(self._poll_s)
+            else:
+                self._is_closing.wait(BACK_OFF_S)
             self._wake.clear()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells the thread of the steps what ends another one, so that it raises it."""
+        try:
+            yield
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            self._is_closing.set()
 
     def turn(self) -> None:
         """Does what is to be done now."""
         try:
-            if self._seat.merges:
-                self._renew()
-            self._send_letters()
+            unsent: OSError | None = None
+            try:
+                self._send_letters()
+            except OSError as error:  # what others have sent may come nevertheless
+                unsent = error
             rounds = records.in_rounds(self.place.listed(ROUNDS))
             self._look(rounds)
             if self._seat.merges and self._merge_if_due(rounds):
                 self._look(records.in_rounds(self.place.listed(ROUNDS)))
+            if unsent:
+                raise unsent
         except DamagedObjectError as error:
             self._say_damaged(str(error))
         except FileNotFoundError:  # somebody has just removed an old round
@@ -308,31 +337,63 @@ class Mailbox:
     def _lease_name(self) -> str:
         return f"{LEASES}/{self._seat.name}.json"
 
-    def _renew(self) -> None:
-        """Counts the lease up, in time, and reads the others'."""
-        if self._clock() - self._beat_s < self._rules.lease_s / BEATS:
-            return
-        name = self._lease_name()
-        if self._beat and (content := self.place.read(name)):
-            with contextlib.suppress(DamagedObjectError):
-                if records.opened(content, name).get("session") != self.session:
-                    raise LostLeaseError(
-                        f"island {self._seat.name}",
-                        "is trained by another job by now",
-                        found=f"the lease of another session in {name}",
-                        fix="let the other job go on",
-                    )
-        self._beat, self._beat_s = self._beat + 1, self._clock()
-        self.place.put(name, records.sealed({"session": self.session, "beat": self._beat}))
+    # ---- the thread of the lease ---------------------------------------------------------------
+
+    def _hold_lease(self) -> None:
+        while not self._is_closing.is_set():
+            with self._telling(), contextlib.suppress(OSError):  # the other thread says so
+                self.renew()
+            self._is_closing.wait(self._rules.lease_s / BEATS)
+        self.give_back()
+
+    def renew(self) -> None:
+        """Counts the lease up, and reads the others'. Raises LostLeaseError, and OSError."""
+        self._refuse_lost_lease()
+        beat = {"session": self.session, "beat": self._beat + 1}
+        self.place.put(self._lease_name(), records.sealed(beat))
+        self._has_held = True
         self._read_leases()
+        self._beat += 1
+
+    def give_back(self) -> None:
+        """Removes the lease, unless it is another job's."""
+        name = self._lease_name()
+        with contextlib.suppress(OSError):
+            if self._session_in(self.place.read(name), name) == self.session:
+                self.place.remove([name])
+
+    def _refuse_lost_lease(self) -> None:
+        """Raises LostLeaseError where the lease was this job's, and is another one's."""
+        name = self._lease_name()
+        session = self._session_in(self.place.read(name), name)
+        self._has_held |= session == self.session
+        if self._has_held and session not in (None, self.session):
+            raise LostLeaseError(
+                f"island {self._seat.name}",
+                "is trained by another job by now",
+                found=f"the lease of another session in {name}",
+                fix="let the other job go on",
+            )
+
+    @staticmethod
+    def _session_in(content: bytes | None, name: str) -> str | None:
+        """The session that a lease names; None where it is gone or damaged."""
+        with contextlib.suppress(DamagedObjectError):
+            return str(records.opened(content or b"", name).get("session"))
+        return None
 
     def _read_leases(self) -> None:
-        beats = {}
+        beats, sessions = {}, {}
         for name in self.place.listed(LEASES):
             island = name.removeprefix(f"{LEASES}/").removesuffix(".json")
             if island in self._seat.order and (content := self.place.read(name)):
                 beats[island] = content
+                if session := self._session_in(content, name):
+                    sessions[island] = session
         self._leases.take(beats)
+        self._sessions = sessions
+
+    # ---- sending -------------------------------------------------------------------------------
 
     def _send_letters(self) -> None:
         while self._letters:
@@ -341,7 +402,7 @@ class Mailbox:
                 with self._changed:
                     del self._letters[0]
                 continue
-            stem = f"{records.round_folder(letter.round)}/{seat.name}.{self.session}.{seat.part}"
+            stem = self._stem(letter)
             with temporary(self._scratch) as path:
                 index = records.write_arrays(path, letter.arrays())
                 self.place.put_file(path, f"{stem}.bin")
@@ -355,24 +416,46 @@ class Mailbox:
                 file=f"{stem}.bin",
                 index=index,
             )
+            self._refuse_lost_lease()  # a long transfer is behind
             self.place.put(f"{stem}.json", sent.to_bytes())
             with self._changed:
-                del self._letters[0]
+                self._posted = self._letters.pop(0)
+
+    def _stem(self, letter: _Letter) -> str:
+        """The name of what is sent, without its end."""
+        seat = self._seat
+        return f"{records.round_folder(letter.round)}/{seat.name}.{self.session}.{seat.part}"
+
+    def _send_again(self, following: int, names: Collection[str]) -> None:
+        """Sends a letter to the open round again that somebody has removed, since it is damaged."""
+        posted = self._posted
+        if posted is None or posted.round > following:
+            return
+        record = f"{self._stem(posted)}.json".removeprefix(f"{records.round_folder(posted.round)}/")
+        if posted.round == following and record in names:
+            return
+        self._posted = None
+        if posted.round == following:
+            with self._changed:
+                self._letters.append(posted)
 
     # ---- what has come -------------------------------------------------------------------------
 
-    def _look(self, rounds: Mapping[int, Sequence[str]]) -> None:
+    def _look(self, rounds: Mapping[int, Mapping[str, int]]) -> None:
         """Looks which round is the newest, who has sent to the next, and fetches weights."""
         merged = [number for number, names in rounds.items() if MERGED in names]
         newest = max(merged, default=-1)
         if newest >= 0 and (self._newest is None or newest > self._newest.round):
-            with self._refusing(newest):
-                self._newest = self._read_merged(newest)
+            record = self._read_merged(newest)
+            with self._changed:
+                self._newest = record
+                self._changed.notify_all()
             self._sent = {name: x for name, x in self._sent.items() if x.round > self._newest.round}
-        following = newest + 1
-        others = {island for island, _ in records.senders(rounds.get(following, ()))}
+        following, open_ones = newest + 1, rounds.get(newest + 1, {})
+        others = {island for island, _ in records.senders(open_ones)}
+        self._send_again(following, open_ones)
         if self._seat.merges:
-            self._read_sent(following, rounds.get(following, ()))
+            self._read_sent(following, open_ones)
         if self._first:
             if newest < 0 and not self._letters:
                 self._letters.append(self._first)
@@ -386,27 +469,62 @@ class Mailbox:
         else:
             number = newest if in_hand <= self._taken and newest > self._taken else -1
         if number >= 0 and number not in self._arrived:
-            with self._refusing(number):
-                record = self._newest if number == newest else self._read_merged(number)
-                assert record is not None, "the newest round has a record"
-                weights = records.read_arrays(
-                    self.place, record.file, record.weights, self._seat.names
-                )
+            wanted_record = self._newest if number == newest else self._read_merged(number)
+            assert wanted_record is not None, "the newest round has a record"
+            weights = self._read_weights(wanted_record, rounds.get(number, {}))
             with self._changed:
-                self._arrived[number] = Arrived(record, weights)
+                self._arrived[number] = Arrived(wanted_record, weights)
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def _refusing(self, number: int) -> Iterator[None]:
-        """Takes the record of a round back that is damaged, or whose weights are."""
+    def _read_weights(self, record: Merged, sizes: Mapping[str, int]) -> Arrays:
+        """The global weights of a round that are for this process.
+
+        Those that look damaged twice are written again. Raises DamagedObjectError, and OSError.
+        """
         try:
-            yield
-        except DamagedObjectError:
-            self._newest = None
-            is_sure, self._suspect = self._suspect == number, number
-            if self._seat.merges and is_sure:  # it is merged again, of what islands have sent
-                self.place.remove([f"{records.round_folder(number)}/{MERGED}"])
+            self._refuse_outside(record.weights, record.file, sizes)
+            return records.read_arrays(self.place, record.file, record.weights, self._seat.names)
+        except (DamagedObjectError, FileNotFoundError):
+            is_sure, self._suspect = self._suspect == record.round, record.round
+            if self._seat.merges and is_sure:
+                self._write_again(record)
             raise
+
+    def _refuse_outside(self, index: records.Index, file: str, sizes: Mapping[str, int]) -> None:
+        """Raises DamagedObjectError for arrays outside of an object of a round, as listed."""
+        records.refuse_outside(index, file, sizes.get(file.rpartition("/")[2]))
+
+    def _write_again(self, record: Merged) -> None:
+        """Writes what is damaged of a round again, of exactly what was merged.
+
+        It is no other round then: islands have gone on from it. Raises DamagedObjectError where
+        that is gone or damaged itself, and OSError.
+        """
+        number, folder = record.round, records.round_folder(record.round)
+        if self._clock() < self._again_after_s:
+            return
+        self._again_after_s = self._clock() + BACK_OFF_S
+        try:
+            sizes = records.in_rounds(self.place.listed(folder)).get(number, {})
+            sent = {}
+            for island in [name for name in self._seat.order if name in record.sessions]:
+                names = records.sent_by(island, sizes)
+                of_session = [x for x in names if f".{record.sessions[island]}." in x]
+                sent[island] = [self._read_letter(f"{folder}/{x}", sizes) for x in of_session]
+                if not records.are_whole(sent[island]):
+                    raise DamagedObjectError(f"what {island} has sent is gone")
+            write_again(
+                self.place,
+                self._scratch,
+                self._rules.outer,
+                record=record,
+                before=self._read_merged(number - 1) if number else None,
+                sent=sent,
+            )
+        except (DamagedObjectError, FileNotFoundError) as error:
+            text = f"round {number} is damaged and cannot be written again: {error}"
+            raise DamagedObjectError(text) from None
+        self.say(f"round {number} was damaged in the mailbox, and is written again")
 
     def _read_merged(self, number: int) -> Merged:
         name = f"{records.round_folder(number)}/{MERGED}"
@@ -415,51 +533,71 @@ class Mailbox:
             raise FileNotFoundError(name)
         return Merged.from_bytes(content, name)
 
-    def _read_sent(self, number: int, names: Iterable[str]) -> None:
-        """Reads the records of what was sent to a round, each once."""
-        for own in sorted(names):
-            name = f"{records.round_folder(number)}/{own}"
+    def _read_sent(self, number: int, sizes: Mapping[str, int]) -> None:
+        """Reads the records of what was sent to a round, each once; damaged ones go."""
+        folder = records.round_folder(number)
+        self._sent = {
+            name: sent
+            for name, sent in self._sent.items()
+            if sent.round != number or name.removeprefix(f"{folder}/") in sizes
+        }
+        for own in sorted(sizes):
+            name = f"{folder}/{own}"
             if not own.endswith(".json") or own == MERGED or name in self._sent:
                 continue
-            if content := self.place.read(name):
+            with contextlib.suppress(FileNotFoundError):
                 try:
-                    self._sent[name] = Sent.from_bytes(content, name)
+                    self._sent[name] = self._read_letter(name, sizes)
                 except DamagedObjectError as error:
                     self._say_damaged(str(error))
+                    self.place.remove([name])  # its island sends it again
+
+    def _read_letter(self, name: str, sizes: Mapping[str, int]) -> Sent:
+        """The record of what was sent. Raises DamagedObjectError, and OSError."""
+        content = self.place.read(name)
+        if content is None:
+            raise FileNotFoundError(name)
+        sent = Sent.from_bytes(content, name)
+        self._refuse_outside(sent.index, sent.file, sizes)
+        return sent
 
     def sent_to(self, number: int) -> dict[str, list[Sent]]:
-        """The parts that islands have sent to a round, by name: those of the last session."""
+        """The parts that islands have sent to a round, by name.
+
+        Of several jobs of an island the one with its lease counts, and then the one that is ahead.
+        """
         sessions: dict[tuple[str, str], list[Sent]] = {}
         for sent in self._sent.values():
             if sent.round == number and sent.island in self._seat.order:
                 sessions.setdefault((sent.island, sent.session), []).append(sent)
         found: dict[str, list[Sent]] = {}
+        rank = lambda sent: (sent.session == self._sessions.get(sent.island), sent.progress.step)
         for (island, _), parts in sessions.items():
-            is_whole = len({sent.part for sent in parts}) == parts[0].parts
-            before = found[island][0].progress.step if island in found else -1
-            if is_whole and parts[0].progress.step > before:
+            is_first = island not in found or rank(parts[0]) > rank(found[island][0])
+            if is_first and records.are_whole(parts):
                 found[island] = parts
         return found
 
     def own_weights(self, number: int, step: int) -> Arrays | None:
         """The weights here that the island has sent to a round after a step; None: they are gone.
 
-        For the thread of the steps, before the other one works.
+        For the thread of the steps, before the other one works. Raises OSError.
         """
         try:
             folder = records.round_folder(number)
-            names = [x.removeprefix(f"{folder}/") for x in self.place.listed(folder)]
-            self._read_sent(number, [x for x in names if x.startswith(f"{self._seat.name}.")])
+            self._read_sent(number, records.in_rounds(self.place.listed(folder)).get(number, {}))
             parts = self.sent_to(number).get(self._seat.name, [])
             if not parts or parts[0].progress.step != step:
                 return None
             return weights_of(self.place, parts, self._seat.names)
-        except (OSError, DamagedSentError):
+        except DamagedSentError:
             return None
 
     # ---- merging -------------------------------------------------------------------------------
 
-    def _merge_if_due(self, rounds: Mapping[int, Sequence[str]]) -> bool:
+    def _merge_if_due(self, rounds: Mapping[int, Mapping[str, int]]) -> bool:
+        if not self._beat or self._clock() < self._merge_after_s:  # who lives is not known yet
+            return False
         number = self._newest.round + 1 if self._newest else 0
         sent = self.sent_to(number)
         if self._watch is None or self._watch.number != number:
@@ -480,14 +618,18 @@ class Mailbox:
         if not number:  # all islands begin with the same weights: one is enough
             order = order[:1]
         try:
-            write_round(
+            if before := self._newest:
+                sizes = rounds.get(before.round, {})
+                self._refuse_outside(before.weights, before.file, sizes)
+                self._refuse_outside(before.momentum, before.momentum_file, sizes)
+            is_own = write_round(
                 self.place,
                 self._scratch,
                 self._rules.outer,
                 number=number,
                 by=self._seat.name,
                 session=self.session,
-                before=self._newest,
+                before=before,
                 sent={name: sent[name] for name in order},
             )
         except DamagedSentError as error:
@@ -497,13 +639,21 @@ class Mailbox:
                 self.place.remove([name])
                 self._sent.pop(name, None)
             return False
+        except (DamagedObjectError, FileNotFoundError) as error:  # of the round before
+            self._merge_after_s = self._clock() + BACK_OFF_S
+            self._say_damaged(str(error))
+            assert before, "what is sent is a DamagedSentError"
+            self._write_again(before)
+            return False
+        if not is_own:  # another was faster, and says what there is to say
+            return True
         left_out = sorted(live - set(order))
         if number and left_out:
             self.say(f"round {number} is merged without {', '.join(left_out)}")
         self._remove_old(number, rounds)
         return True
 
-    def _remove_old(self, number: int, rounds: Mapping[int, Sequence[str]]) -> None:
+    def _remove_old(self, number: int, rounds: Mapping[int, Mapping[str, int]]) -> None:
         for old in [known for known in rounds if known <= number - KEPT_ROUNDS]:
             self.place.remove([f"{records.round_folder(old)}/{name}" for name in rounds[old]])
 
@@ -516,6 +666,7 @@ def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
     content = records.sealed(run)
     try:
         place.put(records.RUN, content, replaces=False)
+        _refuse_without_condition(place, where)
     except FileExistsError:
         try:
             found = records.opened(place.read(records.RUN) or b"", records.RUN)
@@ -530,3 +681,22 @@ def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
             or "other settings",
             fix="name another parallel.mailbox; a run of other settings has one of its own",
         ) from None
+
+
+def _refuse_without_condition(place: Counted, where: str) -> None:
+    """Raises HolmesError for a store that writes an object over another one, told not to."""
+    name = f"probe.{secrets.token_hex(8)}"
+    try:
+        for content in (b"first", b"second"):
+            place.put(name, content, replaces=False)
+    except FileExistsError:
+        return
+    finally:
+        place.remove([name])
+    place.remove([records.RUN])
+    raise HolmesError(
+        where,
+        "is in a store without conditional writes: two islands could merge one round",
+        found="it wrote an object over another one",
+        fix="use a store that knows If-None-Match, or a folder that all islands see",
+    )

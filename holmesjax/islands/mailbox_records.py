@@ -13,6 +13,7 @@ A record is JSON in a seal, its SHA-256. Each array has one, too, so that a stag
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -91,17 +92,27 @@ class SealedRecord:
         try:
             if found.keys() != {field.name for field in fields(cls)}:
                 raise ValueError("other fields")
-            return cls(**cls._read(found))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            record = cls(**cls._read(found))
+            if not record.is_named(name):
+                raise ValueError("the record of another object")
+            return record
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
             raise DamagedObjectError(f"{name} has other fields than such a record") from None
 
     @classmethod
     def _read(cls, found: dict[str, Any]) -> dict[str, Any]:
         return found
 
+    def is_named(self, name: str) -> bool:
+        """Whether an object with this name has such a record, and it names its own objects."""
+        return True
+
 
 def _index(found: Mapping[str, Any]) -> Index:
-    return {name: Entry(int(x[0]), tuple(map(int, x[1])), str(x[2])) for name, x in found.items()}
+    index = {name: Entry(int(x[0]), tuple(map(int, x[1])), str(x[2])) for name, x in found.items()}
+    if any(min(entry.first, *entry.shape, 0) < 0 for entry in index.values()):
+        raise ValueError("below 0")
+    return index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +143,11 @@ class Sent(SealedRecord):
         progress = IslandProgress(*map(int, found["progress"]))
         return {**found, "progress": progress, "index": _index(found["index"])}
 
+    def is_named(self, name: str) -> bool:
+        """Whether it is the record of this name, and of the weights beside it."""
+        stem = f"{round_folder(self.round)}/{self.island}.{self.session}.{self.part}"
+        return (name, self.file) == (f"{stem}.json", f"{stem}.bin")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(SealedRecord):
@@ -142,6 +158,7 @@ class Merged(SealedRecord):
       tokens: of all islands that have been merged so far.
       islands: by name, the tokens that each has in this round.
       known: by name, the progress of each island when it was merged last.
+      sessions: by name, the job whose weights of the island are in it.
       by: the island that has merged it.
       file, momentum_file: the objects of the weights and of the momentum.
       weights, momentum: their indexes; a momentum that is not there is zero.
@@ -151,6 +168,7 @@ class Merged(SealedRecord):
     tokens: int
     islands: dict[str, int]
     known: dict[str, IslandProgress]
+    sessions: dict[str, str]
     by: str
     file: str
     momentum_file: str
@@ -163,19 +181,49 @@ class Merged(SealedRecord):
         indexes = {name: _index(found[name]) for name in ("weights", "momentum")}
         return {**found, "known": known, **indexes}
 
+    def is_named(self, name: str) -> bool:
+        """Whether it is the record of this round, whose objects lie beside it."""
+        folder = round_folder(self.round)
+        is_beside = lambda file, kind: bool(re.fullmatch(rf"{folder}/{kind}\.[^/]+", file))
+        has_momentum = not self.momentum_file or is_beside(self.momentum_file, "momentum")
+        return name == f"{folder}/{MERGED}" and is_beside(self.file, "global") and has_momentum
+
 
 def round_folder(number: int) -> str:
     """The folder of a round."""
     return f"{ROUNDS}/{number:08d}"
 
 
-def in_rounds(names: Iterable[str]) -> dict[int, list[str]]:
-    """The objects of each round, by their names below it."""
-    found: dict[int, list[str]] = {}
-    for name in names:
+def in_rounds(listed: Mapping[str, int]) -> dict[int, dict[str, int]]:
+    """The objects of each round with their bytes, by their names below it."""
+    found: dict[int, dict[str, int]] = {}
+    for name, size in listed.items():
         if match := _OF_ROUND.fullmatch(name):
-            found.setdefault(int(match[1]), []).append(match[2])
+            found.setdefault(int(match[1]), {})[match[2]] = size
     return found
+
+
+def refuse_outside(index: Index, file: str, size: int | None) -> None:
+    """Raises DamagedObjectError where an array lies outside of its object, of so many bytes.
+
+    An object that was not listed, None, is not there yet or any more: whoever reads it sees.
+    """
+    for name, entry in index.items():
+        if size is not None and entry.first + _bytes(entry) > size:
+            raise DamagedObjectError(f"{file} has no {name}: it is too short")
+
+
+def sent_by(island: str, names: Iterable[str]) -> list[str]:
+    """The records among the objects of a round that are of an island."""
+    matches = filter(None, map(_SENT.fullmatch, names))
+    return sorted(match[0] for match in matches if match["island"] == island)
+
+
+def are_whole(parts: Collection[Sent]) -> bool:
+    """Whether these are all parts that one job of an island has sent after one of its steps."""
+    numbers = {sent.part for sent in parts}
+    of_all = {(sent.parts, sent.progress) for sent in parts}
+    return len(of_all) == 1 and len(numbers) == next(iter(of_all))[0]
 
 
 def senders(names: Iterable[str]) -> set[tuple[str, str]]:
@@ -224,7 +272,7 @@ def read_arrays(
 
 
 def _bytes(entry: Entry) -> int:
-    return 4 * int(np.prod(entry.shape, dtype=np.int64))
+    return 4 * math.prod(entry.shape)
 
 
 def _neighbours(index: Index) -> Iterator[list[tuple[str, Entry]]]:

@@ -101,6 +101,26 @@ def newest(place: Counted) -> Merged | None:
     return Merged.from_bytes(place.read(name) or b"", name)
 
 
+def refuse_older(place: Counted, landed: int) -> None:
+    """Raises HolmesError where a mailbox lacks a round that has landed on the island; -1: none.
+
+    Its change since would count twice with the rounds of another beginning.
+    """
+    if landed < 0:
+        return
+    try:
+        last = newest(place)
+    except (OSError, DamagedObjectError) as error:
+        raise _unread(error) from None
+    if last is None or last.round < landed:
+        raise HolmesError(
+            "parallel.mailbox",
+            f"lacks round {landed}, with which this island goes on",
+            found=f"round {last.round} is its newest" if last else "no round",
+            fix="name the mailbox of the run, whole; or begin all islands anew, in new folders",
+        )
+
+
 def own_sent(place: Counted, own: PlaceConfig) -> tuple[int, IslandProgress] | None:
     """The progress that an island has sent to the round that comes, and that round.
 
@@ -111,20 +131,25 @@ def own_sent(place: Counted, own: PlaceConfig) -> tuple[int, IslandProgress] | N
         number = last.round + 1 if last else 0
         folder = records.round_folder(number)
         sessions: dict[str, list[Sent]] = {}
-        for name in place.listed(folder):
-            if name.endswith(".json") and name.startswith(f"{folder}/{own.name}."):
-                sent = Sent.from_bytes(place.read(name) or b"", name)
-                sessions.setdefault(sent.session, []).append(sent)
+        names = [name.removeprefix(f"{folder}/") for name in place.listed(folder)]
+        for name in records.sent_by(own.name, names):
+            name = f"{folder}/{name}"
+            content = place.read(name)
+            # One that is gone, or damaged, is merged by nobody.
+            with contextlib.suppress(DamagedObjectError):
+                if content is not None:
+                    sent = Sent.from_bytes(content, name)
+                    sessions.setdefault(sent.session, []).append(sent)
     except (OSError, DamagedObjectError) as error:
         raise _unread(error) from None
-    whole = [parts[0].progress for parts in sessions.values() if len(parts) == parts[0].parts]
+    whole = [parts[0].progress for parts in sessions.values() if records.are_whole(parts)]
     return (number, max(whole, key=lambda progress: progress.step)) if whole and number else None
 
 
 def _unread(error: OSError | DamagedObjectError) -> Exception:
     if isinstance(error, OSError):
         return of_system(error)
-    fix = "remove this object: the round is merged again from what islands have sent"
+    fix = "put it back, or remove it: then its round is merged again, of what islands have sent"
     return HolmesError("the mailbox", "has a damaged object", found=error, fix=fix)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from holmesjax.islands.weighted_mean import merge
 Arrays = dict[str, np.ndarray]  # by layer and name
 
 
-class DamagedSentError(Exception):
+class DamagedSentError(DamagedObjectError):
     """Weights that an island has sent are not what their record says."""
 
     def __init__(self, island: str, text: str):
@@ -34,8 +35,10 @@ def write_round(
     session: str,
     before: Merged | None,
     sent: Mapping[str, Sequence[Sent]],
-) -> None:
+) -> bool:
     """Merges what islands have sent, and writes the record of the round unless it is there.
+
+    Returns whether it was not there, so that this one counts.
 
     Args:
       place: of the mailbox.
@@ -46,11 +49,81 @@ def write_round(
       before: the round before.
       sent: what the islands have sent that take part, in the order of their numbers.
 
-    Raises DamagedSentError, and OSError.
+    Raises DamagedSentError, DamagedObjectError for what is of the round before, and OSError.
     """
     folder = records.round_folder(number)
     tokens = {name: parts[0].progress.tokens for name, parts in sent.items()}
-    files = f"{folder}/global.{by}.{session}.bin", ""
+    file = f"{folder}/global.{by}.{session}.bin"
+    momentum_file = f"{folder}/momentum.{by}.{session}.bin" if before else ""
+    with _result(place, scratch, outer, before, sent) as result:
+        result.put(place, file, momentum_file)
+    progress = {name: parts[0].progress._replace(round=number) for name, parts in sent.items()}
+    record = Merged(
+        round=number,
+        tokens=before.tokens + sum(tokens.values()) if before else 0,
+        islands=tokens if before else {},
+        known={**before.known, **progress} if before else {},
+        sessions={name: parts[0].session for name, parts in sent.items()},
+        by=by,
+        file=file,
+        momentum_file=momentum_file,
+        weights=result.weights,
+        momentum=result.momentum,
+    )
+    try:
+        place.put(f"{folder}/{MERGED}", record.to_bytes(), replaces=False)
+    except FileExistsError:  # another was faster, and its round counts
+        place.remove([name for name in (file, momentum_file) if name])
+        return False
+    return True
+
+
+def write_again(
+    place: MailboxPlace,
+    scratch: Path,
+    outer: OuterConfig,
+    *,
+    record: Merged,
+    before: Merged | None,
+    sent: Mapping[str, Sequence[Sent]],
+) -> None:
+    """Writes the weights and the momentum of a round again, to the bit: others have them.
+
+    Args:
+      place, scratch, outer: as for `write_round`.
+      record: of the round.
+      before: the round before it.
+      sent: what was merged then.
+
+    Raises as it, and DamagedObjectError where that gives other arrays.
+    """
+    with _result(place, scratch, outer, before, sent) as result:
+        if (result.weights, result.momentum) != (record.weights, record.momentum):
+            raise DamagedObjectError("what the islands have sent gives other weights by now")
+        result.put(place, record.file, record.momentum_file)
+
+
+class _Result(NamedTuple):
+    path: Path  # of the global weights
+    momentum_path: Path
+    weights: Index
+    momentum: Index
+
+    def put(self, place: MailboxPlace, file: str, momentum_file: str) -> None:
+        if momentum_file:
+            place.put_file(self.momentum_path, momentum_file)
+        place.put_file(self.path, file)
+
+
+@contextlib.contextmanager
+def _result(
+    place: MailboxPlace,
+    scratch: Path,
+    outer: OuterConfig,
+    before: Merged | None,
+    sent: Mapping[str, Sequence[Sent]],
+) -> Iterator[_Result]:
+    """The result of a round in files of this process."""
     with temporary(scratch) as path, temporary(scratch) as momentum_path:
         if before is None:
             [parts] = sent.values()
@@ -59,30 +132,12 @@ def write_round(
             arrays = ((name, weights_of(place, parts, [name])[name]) for name in names)
             weights, momentum = records.write_arrays(path, arrays), Index()
         else:
-            files = files[0], f"{folder}/momentum.{by}.{session}.bin"
             weights, momentum = Index(), Index()
             with path.open("wb") as file, momentum_path.open("wb") as momentum_file:
                 for name, new, v in _merged(place, outer, before, sent):
                     records.append_array(file, weights, name, new)
                     records.append_array(momentum_file, momentum, name, v)
-            place.put_file(momentum_path, files[1])
-        place.put_file(path, files[0])
-    progress = {name: parts[0].progress._replace(round=number) for name, parts in sent.items()}
-    record = Merged(
-        round=number,
-        tokens=before.tokens + sum(tokens.values()) if before else 0,
-        islands=tokens if before else {},
-        known={**before.known, **progress} if before else {},
-        by=by,
-        file=files[0],
-        momentum_file=files[1],
-        weights=weights,
-        momentum=momentum,
-    )
-    try:
-        place.put(f"{folder}/{MERGED}", record.to_bytes(), replaces=False)
-    except FileExistsError:  # another was faster, and its round counts
-        place.remove([name for name in files if name])
+        yield _Result(path, momentum_path, weights, momentum)
 
 
 def _merged(

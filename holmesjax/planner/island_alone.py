@@ -4,10 +4,12 @@ Of a run with K islands, each island takes batches of a K-th. How many steps it 
 before, since all together train the tokens of the run: it is the most, as if it trained alone.
 """
 
+import os
 from dataclasses import replace
 
 from holmesjax.config import Config, PlaceConfig
 from holmesjax.errors import PlanError
+from holmesjax.files import places
 from holmesjax.planner.islands import clusters_of, part_of
 from holmesjax.topology.machines import Topology
 
@@ -57,13 +59,18 @@ def alone(config: Config, topology: Topology) -> tuple[Config, Topology]:
             parallel=replace(
                 parallel,
                 islands=(own,),
-                mailbox=parallel.mailbox or f"{folder}/mailbox",
+                mailbox=_whole(parallel.mailbox or f"{folder}/mailbox"),
                 island=names[number],
                 place=place,
             ),
         ),
         part_of(topology, own),
     )
+
+
+def _whole(mailbox: str) -> str:
+    """The place of a mailbox from any folder: the job goes on wherever its run folder is then."""
+    return mailbox if places.is_url(mailbox) else os.path.abspath(mailbox)
 
 
 def refuse_no_island(config: Config, topology: Topology) -> None:

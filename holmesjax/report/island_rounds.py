@@ -23,7 +23,9 @@ def read(run_dir: Path) -> IslandRounds | None:
         lines = (run_dir / run_folder.ROUNDS).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return None
-    rounds = left_out = 0
+    landed: dict[
+        int, tuple[dict[str, int], bool]
+    ] = {}  # a round lands again where a job has gone back
     tokens, events = Counter[str](), list[str]()
     for line in lines:
         try:
@@ -31,8 +33,11 @@ def read(run_dir: Path) -> IslandRounds | None:
             if "event" in entry:
                 events.append(str(entry["event"]))
             elif entry["round"]:
-                tokens.update({str(name): int(count) for name, count in entry["islands"].items()})
-                rounds, left_out = rounds + 1, left_out + (not entry["is_merged"])
+                counts = {str(name): int(count) for name, count in entry["islands"].items()}
+                landed[int(entry["round"])] = counts, not entry["is_merged"]
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-    return IslandRounds(rounds, left_out, dict(tokens), tuple(events))
+    for counts, _ in landed.values():
+        tokens.update(counts)
+    left_out = sum(is_without for _, is_without in landed.values())
+    return IslandRounds(len(landed), left_out, dict(tokens), tuple(events))

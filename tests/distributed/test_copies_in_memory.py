@@ -116,12 +116,11 @@ def test_the_end_of_a_run_ends_a_copy_and_nothing_comes_back(tmp_path, memory_of
         commit(home, part_0="n0", part_1="n1")
         hub.committed(4)
         wait_until(lambda: list(memory.folder.rglob("large")))
-        job = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=8)))
-        end = lambda done: worker.Worker._end_memory(SimpleNamespace(_job=job), memory, done)
-        end(4)  # it was stopped, and goes on from its copies
+        end = lambda is_whole: worker.Worker._end_memory(SimpleNamespace(), memory, is_whole)
+        end(is_whole=False)  # it was stopped, and goes on from its copies
         assert memory.folder.exists()
         assert memory.is_copying
-        end(8)
+        end(is_whole=True)
         assert not memory._thread.is_alive()
         assert not memory.folder.exists()
 

@@ -1,22 +1,29 @@
 """Islands that are jobs of their own: what lands on one, its data, and what is refused."""
 
 import io
+import os
 import signal
 import time
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from holmesjax import Trainer, job
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.restoring import flatten
-from holmesjax.config import OuterConfig
+from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import HolmesError, PeerError
-from holmesjax.islands.apart import ApartPlacer
-from holmesjax.islands.mailbox import Mailbox, MailboxSeat, Rules
+from holmesjax.islands import apart
+from holmesjax.islands.apart import ApartPlacer, IslandApart, _Sent
+from holmesjax.islands.landing import RoundStanding
+from holmesjax.islands.mailbox import Arrived, Mailbox, MailboxSeat, Rules
 from holmesjax.islands.mailbox_places import Counted, Folder
-from holmesjax.islands.mailbox_records import IslandProgress
+from holmesjax.islands.mailbox_records import IslandProgress, Merged
 from holmesjax.planner.island_alone import alone
 from holmesjax.report import island_rounds, page
 from holmesjax.runtime.prefetch import Inputs, Step
@@ -152,6 +159,90 @@ def test_an_island_that_comes_back_goes_on_with_the_newest_weights(tmp_path):
         again._abandon()
 
 
+class Untouched:
+    """A mailbox of which nothing is asked."""
+
+
+def scalar(x):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.device_put(np.float32(x), NamedSharding(mesh, PartitionSpec()))
+
+
+def rejoined(monkeypatch, *, sent_before=None, standing, sent_round, sent_step):
+    """An island of one number that has gone back to a checkpoint with W = 5 and G3 = 3."""
+    place = PlaceConfig(names=("a", "b"), number=0, steps=1000)
+    inner = SimpleNamespace(runner=SimpleNamespace(placer=None))
+    common = {"every": 9, "grace_s": 1.0, "step_tokens": 1, "last": 1000, "limit_s": 1.0}
+    island = IslandApart(
+        inner, place, **common, mailbox=Untouched(), own_sent=None, consumed=lambda step: step
+    )
+    island._done = island._begun = 36
+    island._standing, island._sent_before = standing, sent_before and {"x": sent_before}
+    island._sent = _Sent(sent_round, sent_step, 36, {"x": scalar(5.0)})
+    monkeypatch.setattr(apart, "params_of", lambda states: {"x": states[0].params["x"]})
+    monkeypatch.setattr(apart, "global_weights_of", lambda states: states[0].outer)
+    monkeypatch.setattr(apart, "with_weights", lambda s, x: replace(s, params=x))
+    monkeypatch.setattr(apart, "with_updates", lambda state, change: state)
+    monkeypatch.setattr(apart, "like", lambda tree, new: new)
+    monkeypatch.setattr(apart, "Outer", lambda weights, momentum: weights)
+    return island, [State({"x": scalar(5.0)}, {"x": scalar(3.0)})]
+
+
+@dataclass(frozen=True)
+class State:
+    """The weights of an island, and the global ones that it knows."""
+
+    params: dict
+    outer: dict
+
+
+def arrived(number, weights, known):
+    record = Merged(
+        round=number, tokens=4, islands={"a": 1}, known={"a": known}, sessions={}, by="b",
+        file="", momentum_file="", weights={}, momentum={},
+    )  # fmt: skip
+    return Arrived(record, {"x": np.float32(weights)})
+
+
+@pytest.mark.parametrize(
+    ("known", "sent_before", "landed_4"),
+    [
+        (IslandProgress(3, 30, 0, 1), None, 5 + (10 - 3)),  # nothing of it was merged since
+        (IslandProgress(4, 34, 0, 1), 4.0, 5 + (10 - 4)),  # what was on its way then
+        (IslandProgress(4, 35, 0, 1), 4.0, 10),  # more
+        (IslandProgress(2, 34, 0, 1), 4.0, 5 + (10 - 3)),  # the step of another round
+    ],
+)
+def test_what_was_on_its_way_when_an_island_was_killed_counts_once(
+    monkeypatch, known, sent_before, landed_4
+):
+    """Round 4 lands, and round 5 has what the job before has sent: the steps since stay alone."""
+    island, states = rejoined(
+        monkeypatch,
+        sent_before=sent_before and scalar(sent_before),
+        standing=RoundStanding(3, 30, 4, 34),
+        sent_round=5,
+        sent_step=40,
+    )
+    states = island._land(states, arrived(4, 10.0, known))
+    assert float(states[0].params["x"]) == landed_4
+    states = [replace(states[0], params={"x": states[0].params["x"] + 0.5})]  # a step
+    island._done += 1
+    states = island._land(states, arrived(5, 20.0, IslandProgress(5, 40, 0, 1)))
+    assert (float(states[0].params["x"]), island._sent, island._counted) == (20.5, None, 36)
+
+
+def test_a_step_of_another_round_is_not_what_was_sent(monkeypatch):
+    """A job that went back has sent after the same step before: that is no answer to this one."""
+    island, states = rejoined(
+        monkeypatch, standing=RoundStanding(3, 30, -1, -1), sent_round=5, sent_step=40
+    )
+    island._rejoins = False
+    states = island._land(states, arrived(5, 20.0, IslandProgress(4, 40, 0, 1)))
+    assert float(states[0].params["x"]) == 5 + (20 - 3)
+    assert island._sent is None
+
+
 def wait_for_the_mailbox(island):
     """Until what the island has sent is merged."""
     runner, end_s = island._loop.runner, time.monotonic() + LIMIT_S
@@ -202,7 +293,9 @@ def test_what_cannot_be_is_refused(tmp_path):
         **{"parallel.mailbox": "s3://bucket"}
     )
     assert "parallel.delay: is only for parallel.meet: direct" in refused(**{"parallel.delay": 1})
-    assert "parallel.meet: is only for islands" in refused(**{"parallel.across": "pipeline"})
+    assert "parallel.meet: is only for islands" in refused(
+        **{"parallel.across": "pipeline", "parallel.every": None}
+    )
     assert "parallel.quorum: is only for parallel.meet: mailbox" in refused(
         **{"parallel.meet": "direct", "parallel.quorum": 1}
     )
@@ -221,7 +314,7 @@ def test_the_job_of_an_island_has_its_part(tmp_path):
     assert (train.steps, train.global_batch) == (2 * whole.config.train.steps, 8)
     assert [cluster.name for cluster in part.topology.clusters] == ["roce"]
     assert part.config.run.dir.endswith("/roce")
-    assert part.config.parallel.mailbox == f"{whole.config.run.dir}/mailbox"
+    assert part.config.parallel.mailbox == os.path.abspath(f"{whole.config.run.dir}/mailbox")
     assert alone(part.config, part.topology) == (part.config, part.topology)
     lines = "\n".join(part.describe())
     assert "in a round each sends" in lines
@@ -267,6 +360,7 @@ def test_the_report_has_the_rounds_and_the_events(tmp_path):
         '{"round": 0, "tokens": 0, "islands": {}, "by": "ib", "is_merged": false}',
         '{"round": 1, "tokens": 9, "islands": {"ib": 5, "roce": 4}, "by": "ib", "is_merged": true}',
         '{"event": "round 2 has no quorum: ib sent, of 2"}',
+        '{"round": 2, "tokens": 12, "islands": {"roce": 3}, "by": "roce", "is_merged": false}',
         '{"round": 2, "tokens": 12, "islands": {"roce": 3}, "by": "roce", "is_merged": false}',
         '{"round": 3, "tok',
     ]

@@ -1,19 +1,22 @@
 """The mailbox of islands that wait for nobody: who merges, what, and what a damaged one does."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
+import time
 
 import numpy as np
 import pytest
 
-from holmesjax.config import OuterConfig
+from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.errors import HolmesError, LostLeaseError
-from holmesjax.islands import mailbox_records as records
+from holmesjax.islands import mailbox_records as records, rejoining
 from holmesjax.islands.election import Leases, RoundWatch
 from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox, MailboxSeat, Rules, claim
 from holmesjax.islands.mailbox_places import Counted, Folder, open_place
-from holmesjax.islands.mailbox_records import IslandProgress, Sent
+from holmesjax.islands.mailbox_records import IslandProgress, Merged, Sent
 from holmesjax.islands.weighted_mean import merge, weighted_mean
 from holmesjax.plan.mailbox_cost import mailbox_cost
 from tests.data.object_store import object_store
@@ -41,7 +44,7 @@ class Island:
     """An island without steps: what it sends is given to it."""
 
     def __init__(self, place, number, count=2, rules=RULES, clock=None, scratch=None):
-        self.said, self.clock = [], clock or Clock()
+        self.said, self.clock, self.beat_s = [], clock or Clock(), 0.0
         order = tuple("abcd"[:count])
         seat = MailboxSeat(
             order=order, number=number, part=0, parts=1, names=tuple(SHAPES), writes=True
@@ -54,6 +57,10 @@ class Island:
 
     def turn(self, later_s=0.0):
         self.clock.now_s += later_s
+        if self.clock.now_s - self.beat_s >= 1.0:
+            self.beat_s = self.clock.now_s
+            with contextlib.suppress(OSError):  # as its thread does
+                self.box.renew()
         self.box.turn()
 
     def take(self, number):
@@ -216,20 +223,153 @@ def test_what_is_damaged_is_left_out_or_merged_again(make, tmp_path):
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
     one.turn()
     assert "has not the SHA-256 of its record" in one.said[0]
-    one.turn(later_s=11.0)
-    assert one.take(1).record.islands == {"a": 1}
-    [path] = (tmp_path / "box").glob("rounds/00000001/global.a.*.bin")
-    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    two.turn()  # its record is gone: it sends again
     two.turn()
-    two.turn()  # takes the record back
-    two.turn(later_s=11.0)
-    two.turn(later_s=11.0)
+    one.turn()
+    assert one.take(1).record.islands == {"a": 1, "b": 1}
+    for kind in ("global", "momentum"):
+        [path] = (tmp_path / "box").glob(f"rounds/00000001/{kind}.a.*.bin")
+        path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    two.turn()
+    two.turn()  # writes it again, of the same
+    two.turn()
     record, weights = two.take(1)
     for name in SHAPES:
-        old = arrays(0)[name]
-        new, _ = merge(RULES.outer, [arrays(1)[name]], [1], old, 0 * old)
+        old, own = arrays(0)[name], [arrays(1)[name], arrays(2)[name]]
+        new, _ = merge(RULES.outer, own, [1, 1], old, 0 * old)
         np.testing.assert_array_equal(weights[name], new)
-    assert record.islands == {"a": 1}
+    assert record == one.box._newest
+
+
+def test_a_merge_without_the_momentum_of_the_round_before_has_it_made_again(make, tmp_path):
+    islands = one, two = begun(make)
+    for number in (1, 2):
+        for island in islands:
+            island.send(number, seed=number)
+        two.turn()
+        if number == 1:
+            one.turn()
+            two.turn()
+            for island in islands:
+                island.take(1)
+    [path] = (tmp_path / "box").glob("rounds/00000001/momentum.a.*.bin")
+    content = path.read_bytes()
+    path.unlink()
+    one.turn()
+    assert path.read_bytes() == content
+    one.turn()
+    assert one.box.news().arrived == 1  # it waits a while behind a failure
+    one.turn(later_s=6.0)
+    assert one.take(2).record.islands == {"a": 1, "b": 1}
+    for path in (tmp_path / "box/rounds/00000002").glob("a.*.bin"):
+        path.unlink()
+    next((tmp_path / "box/rounds/00000002").glob("global.*.bin")).unlink()
+    two.turn()
+    two.turn(later_s=6.0)
+    assert "round 2 is damaged and cannot be written again" in two.said[-1]
+    said = len(two.said)
+    two.turn(later_s=6.0)
+    assert len(two.said) == said
+
+
+def test_of_two_jobs_of_an_island_the_one_with_the_lease_counts(make):
+    """The older one is further on; and it sends no more once it has lost the lease."""
+    one, two = begun(make)
+    one.turn()
+    two.send(1, seed=2, step=40)
+    two.turn()
+    again = make(1)
+    again.turn()
+    again.take(0)
+    again.send(1, seed=3, step=20)
+    again.turn()
+    assert one.box.sent_to(1) == {}
+    one.box._leases.take({"b": "lives"})
+    one.turn(later_s=2.0)
+    [part] = one.box.sent_to(1)["b"]
+    assert (part.session, part.progress.step) == (again.box.session, 20)
+    two.send(1, seed=4, step=41)
+    with pytest.raises(LostLeaseError):
+        two.box.turn()
+    two.box.give_back()
+    assert two.box.place.read("leases/b.json")
+    again.box.give_back()
+    assert not two.box.place.read("leases/b.json")
+
+
+def test_parts_of_unlike_steps_are_no_letter():
+    part = Sent(
+        round=1,
+        island="a",
+        session="0" * 16,
+        part=0,
+        parts=2,
+        progress=IslandProgress(1, 2, 3, 4),
+        file="x",
+        index={},
+    )
+    other = dataclasses.replace(part, part=1)
+    assert records.are_whole([part, other])
+    late = dataclasses.replace(other, progress=IslandProgress(1, 3, 3, 4))
+    for parts in ([], [part], [part, part], [part, late]):
+        assert not records.are_whole(parts)
+
+
+def test_a_record_names_nothing_that_is_not_its_own(make, tmp_path):
+    """Neither another object, nor bytes outside of it, nor more than memory has."""
+    one, two = begun(make)
+    two.send(1, seed=2)
+    two.turn()
+    [path] = (tmp_path / "box").glob("rounds/00000001/b.*.json")
+    name = path.relative_to(tmp_path / "box").as_posix()
+    sent = Sent.from_bytes(path.read_bytes(), name)
+    first = sent.index["head.scale_D"]
+    for other in (
+        dataclasses.replace(sent, file="../ib/config.bin"),
+        dataclasses.replace(sent, index={"x": first._replace(shape=(2**40, 2**40))}),
+        dataclasses.replace(sent, index={"x": first._replace(first=-4)}),
+    ):
+        path.write_bytes(other.to_bytes())
+        one.turn()
+        assert one.box.sent_to(1) == {}
+        assert not path.exists()
+    merged = dataclasses.replace(one.box._newest, file="rounds/00000000/../../x")
+    with pytest.raises(records.DamagedObjectError):
+        Merged.from_bytes(merged.to_bytes(), "rounds/00000000/merged.json")
+
+
+def test_what_an_island_has_sent_is_its_own_and_whole(make, tmp_path):
+    one, two = begun(make)
+    place = lambda name: PlaceConfig(names=(name, "b"), number=0, steps=9)
+    two.send(1, seed=2, step=7)
+    two.turn()
+    box = one.box.place
+    assert rejoining.own_sent(box, place("b"))[1].step == 7
+    [path] = (tmp_path / "box").glob("rounds/00000001/b.*.json")
+    path.rename(path.with_name(f"b.{path.name}"))  # of the island b.b
+    assert rejoining.own_sent(box, place("b")) is None
+    path.write_text("{")
+    assert rejoining.own_sent(box, place("b")) is None
+
+
+def test_a_mailbox_that_lacks_a_round_which_has_landed_is_refused(make):
+    one, _ = begun(make)
+    rejoining.refuse_older(one.box.place, 0)
+    with pytest.raises(HolmesError, match="found: round 0 is its newest"):
+        rejoining.refuse_older(one.box.place, 3)
+    one.box.place.remove(one.box.place.listed("rounds"))
+    rejoining.refuse_older(one.box.place, -1)
+    with pytest.raises(HolmesError, match="found: no round"):
+        rejoining.refuse_older(one.box.place, 0)
+
+
+def test_a_store_that_writes_over_what_is_there_is_refused(tmp_path):
+    place = Folder(tmp_path / "box")
+    real_put = place.put
+    place.put = lambda name, content, *, replaces=True: real_put(name, content)
+    with pytest.raises(HolmesError, match="without conditional writes"):
+        claim(Counted(place), {"seed": 1}, "box")
+    assert not (tmp_path / "box").exists()
 
 
 def test_a_record_that_was_changed_is_none():
@@ -240,14 +380,14 @@ def test_a_record_that_was_changed_is_none():
         part=0,
         parts=1,
         progress=IslandProgress(1, 2, 3, 4),
-        file="x",
+        file=f"rounds/00000001/a.{'0' * 16}.0.bin",
         index={},
     )
-    content = sent.to_bytes()
-    assert Sent.from_bytes(content, "x") == sent
+    content, x = sent.to_bytes(), sent.file.replace("bin", "json")
+    assert Sent.from_bytes(content, x) == sent
     for other in (content.replace(b'"part": 0', b'"part": 1'), content[:-9], b"", b"[1]", b"{}"):
-        with pytest.raises(records.DamagedObjectError, match=r"^x "):
-            Sent.from_bytes(other, "x")
+        with pytest.raises(records.DamagedObjectError, match=rf"^{x} "):
+            Sent.from_bytes(other, x)
     with pytest.raises(records.DamagedObjectError, match="other fields"):
         Sent.from_bytes(records.sealed({"round": 1}), "x")
 
@@ -278,6 +418,22 @@ def test_a_job_whose_island_another_job_trains_ends(make):
     other.turn()
     with pytest.raises(LostLeaseError, match="is trained by another job"):
         one.turn(later_s=2.0)
+
+
+def test_a_lease_lives_while_a_transfer_is_long_and_ends_with_its_job(make):
+    one = make(0, rules=dataclasses.replace(RULES, lease_s=0.04), clock=time.monotonic)
+    is_over, put_file = threading.Event(), one.box.place.put_file
+    one.box.place.put_file = lambda *args: is_over.wait(60.0) and put_file(*args)
+    one.box.start(IslandProgress(0, 0, 0, 0), arrays(0).items)
+    end_s = time.monotonic() + 60.0
+    while one.box._beat < 5:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert one.box.place.read("leases/a.json")
+    is_over.set()
+    one.box.wait_for_any(60.0)
+    one.box.close()
+    assert not one.box.place.read("leases/a.json")
 
 
 def test_a_mailbox_is_that_of_one_run(tmp_path):
@@ -315,8 +471,8 @@ def test_bytes_and_requests_are_those_of_the_plan_and_old_rounds_go(make, monkey
     expected = [cost.received + cost.merge_received, cost.received]
     np.testing.assert_allclose(received, expected, rtol=0.02)
     requests = now[0].requests - before[0].requests
-    # Besides: two lists, the records of what both have sent, and an old round goes.
-    assert requests == cost.requests + cost.merge_requests + 2 + 2 + 1
+    # Besides: two lists, the lease, the records of what both have sent, and an old round goes.
+    assert requests == cost.requests + cost.merge_requests + 2 + 1 + 2 + 1
     rounds = records.in_rounds(one.box.place.listed(records.ROUNDS))
     assert sorted(rounds) == list(range(number - KEPT_ROUNDS + 1, number + 1))
 
