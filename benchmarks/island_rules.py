@@ -138,6 +138,11 @@ def rounds(outer: OuterConfig, first: jax.Array) -> Generator[Any, Any, None]:
     start, own = [first] * count, [zeros] * count
     known = whole = before = first
     momentum, new, final = zeros, start, first
+
+    def given_back(after: jax.Array) -> jax.Array:
+        """Global weights as all islands have them: what owners send back is rounded, too."""
+        return after if codec.is_exact else whole + codec.decode(codec.encode(after - whole))
+
     while True:
         step, weights = yield new, final
         if outer.has_pairs:
@@ -153,16 +158,18 @@ def rounds(outer: OuterConfig, first: jax.Array) -> Generator[Any, Any, None]:
             sent = [codec.encode(s - x) for s, x in zip(start, weights, strict=True)]
             parts = [own_step(outer, x, count, m) for x, m in zip(sent, own, strict=True)]
             start, own = [whole - ahead for ahead, _ in parts], [after for _, after in parts]
-            whole, momentum = owner_step(outer, sent, whole, momentum, None)
+            after, momentum = owner_step(outer, sent, whole, momentum, None)
+            whole = given_back(after)
             new, final = start, whole
         elif outer.rule == "co2":
             difference = mean_of([codec.decode(codec.encode(known - x)) for x in weights])
             after, momentum = late_step(outer, difference, whole, before, momentum)
-            known, before, whole = whole, whole, after
+            known, before, whole = whole, whole, given_back(after)
             new, final = [known] * count, whole
         else:
             sent = weights if codec.is_exact else [codec.encode(whole - x) for x in weights]
-            whole, momentum = owner_step(outer, sent, whole, momentum, None)
+            after, momentum = owner_step(outer, sent, whole, momentum, None)
+            whole = given_back(after)
             new, final = [whole] * count, whole
 
 

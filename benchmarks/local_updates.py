@@ -9,11 +9,12 @@
 
 l1 to l10 train a byte-level GPT in this process, at equal tokens; the loss is that of held-out text
 after the last step. `overlap` and `peers` need what `launch lab` needs (docs/lab.md). A result that
-was stopped goes on with --go-on.
+was stopped goes on with --go-on at the same commit: the text is files of the checkout.
 """
 
 import argparse
 import glob
+import hashlib
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import RESULTS, provenance
+from benchmarks.provenance import RESULTS, commit, provenance
 
 ROOT = Path(__file__).parent.parent
 NUM_ISLANDS, STEPS, EVERY = 4, 400, 20
@@ -109,16 +110,28 @@ def settings_of(folder: Path, name: str, seed: int, more: Settings) -> dict[str,
     }
 
 
-def write_texts(folder: Path) -> None:
-    """The topology, and the text of each topic."""
+def write_texts(folder: Path) -> str:
+    """Writes the topology, and the text of each topic; returns the digest of the text."""
+    digest = hashlib.sha256()
     (folder / "four.yaml").write_text(topology_text())
     for topic, pattern in TOPICS.items():
         paths = sorted(glob.glob(str(ROOT / pattern), recursive=True))
+        paths = [path for path in paths if Path(path).stem != "local_updates"]  # its own result
         text = "\n\n".join(Path(path).read_text(encoding="utf-8") for path in paths)
         (folder / topic).mkdir()
         for i, start in enumerate(range(0, min(len(text), TOPIC_BYTES), FILE_BYTES)):
             part = text[start : min(start + FILE_BYTES, TOPIC_BYTES)]
             (folder / topic / f"{i}.txt").write_text(part, encoding="utf-8")
+            digest.update(part.encode())
+    return digest.hexdigest()[:12]
+
+
+def refuse_others(result: Run, commit: str, text: str) -> None:
+    """Ends the program where a result is of another commit, or of other text."""
+    now = {"commit": commit.removesuffix(" dirty"), "text": text}
+    before = {"commit": result["commit"].removesuffix(" dirty"), "text": result.get("text", text)}
+    if now != before:
+        sys.exit(f"--go-on: the result is of {before}, and this checkout has {now}: begin anew")
 
 
 def train(folder: Path, name: str, seed: int, more: Settings, *, by_topic: bool = False) -> Run:
@@ -174,7 +187,9 @@ def measure(groups: list[str], result: Run, path: Path, seeds: int) -> None:
     """Adds the runs of in-process rows to a result, which is written after each."""
     done = {(run["group"], run["row"], run["seed"]) for run in result["runs"]}
     with tempfile.TemporaryDirectory(prefix="local_updates_") as folder:
-        write_texts(Path(folder))
+        text = write_texts(Path(folder))
+        refuse_others(result, commit(), text)
+        result["text"] = text
         for seed in range(seeds):
             for group in groups:
                 for name, (more, most) in ROWS[group].items():
@@ -234,6 +249,7 @@ def main() -> int:
     result: Run = {**provenance("local_updates"), "runs": [], "lab": []}
     if args.go_on:
         result = json.loads(path.read_text())
+        refuse_others(result, commit(), result.get("text", ""))
     result["load"] = [*result.get("load", []), os.getloadavg()[2]]  # of 15 minutes
     if own := [group for group in args.groups if group in ROWS]:
         measure(own, result, path, args.seeds)

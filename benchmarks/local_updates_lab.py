@@ -5,6 +5,7 @@ control groups have the largest weight, and the supervisor goes before others, s
 machine takes little of their quotas.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -126,11 +127,15 @@ class Peak:
             self._samples.append((time.monotonic(), _sent()))
 
     def most_bytes(self, since_s: float, until_s: float) -> float:
-        """The most bytes that a node has sent in any 100 ms of a time."""
-        found, first = 0.0, 0
-        samples = [item for item in self._samples if since_s <= item[0] <= until_s]
+        """The most bytes that a node can have sent in any 100 ms of a time.
+
+        Between two samples nobody has looked, so each window begins with the sample before it.
+        """
+        found, first, times_s = 0.0, 0, [at_s for at_s, _ in self._samples]
+        begin = max(bisect.bisect_right(times_s, since_s) - 1, 0)
+        samples = self._samples[begin : bisect.bisect_left(times_s, until_s) + 1]
         for at_s, sent in samples:
-            while samples[first][0] < at_s - WINDOW_S:
+            while samples[first + 1 :] and samples[first + 1][0] <= at_s - WINDOW_S:
                 first += 1
             found = max(found, *(sent[name] - samples[first][1][name] for name in sent))
         return found

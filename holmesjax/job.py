@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from holmesjax import config as configs, hub_names, process_variables, units, xla_flags
-from holmesjax.config import BYTES, Config, update_rules
+from holmesjax.config import BYTES, Config, PlanConfig, update_rules
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
@@ -208,7 +208,7 @@ class Job:
             *pins.describe(
                 self.plan, pinned, self.unpinned, by_dollars=by_dollars, place=self.pinned_at
             ),
-            *([self.choice.describe()] if self.choice else []),
+            *([self.choice.describe()] if self.choice else self._unused()),
             *self._active(),
             *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
             self._rate(),
@@ -218,6 +218,18 @@ class Job:
             *save_costs.describe(self.config, self.topology, self.plan),
             f"run folder  {self._places()}",
         ]
+
+    def _unused(self) -> list[str]:
+        """A line about settings of the planner's choice of islands, where it has none."""
+        own, across = self.config.plan, self.config.parallel.across
+        is_set = {
+            "plan.allow": bool(own.allow),
+            "plan.islands_more_tokens": across == "pipeline"
+            and own.islands_more_tokens != PlanConfig().islands_more_tokens,
+        }
+        names = " and ".join(name for name, value in is_set.items() if value)
+        why = f"not used, since parallel.across is {across} and not auto"
+        return [f"choice      {names}: {why}"] if names else []
 
     def _places(self) -> str:
         own = self.config.run.dir

@@ -128,8 +128,12 @@ def describe(checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig
     others = "islands of another rule have" if are_the_same(old, new) else "other ones have"
     lines = [f"  islands     {others} written it; those here begin with the global weights"]
     if is_between_meetings(checkpoint):
-        is_nesterov = rule(checkpoint).rule == "nesterov"
-        once = "for which they meet once more" if is_nesterov else "the mean of what islands have"
+        before = rule(checkpoint)
+        once = "for which they meet once more"
+        if before.has_pairs:
+            once = "the mean of what islands have"
+        elif before.is_late:
+            once = "with the mean of what islands have learned since"
         lines[0] += f", {once}"
     for number, clusters in enumerate(new or [()]):
         islands = sources(old, clusters)

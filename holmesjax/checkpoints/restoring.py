@@ -210,31 +210,42 @@ def _kept_outer(
 def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     """The global weights and the momentum, after a meeting where the islands were between two.
 
-    Rules by which islands wait for nobody take the mean of the islands then, and no step.
+    Only the rule of DiLoCo takes a step then. Of pairs it is the mean of the islands. The global
+    weights of late rules have what islands had sent, and get the mean of what they learned since.
     """
     weights, momentum = _global(checkpoint, shapes)
     if not island_states.is_between_meetings(checkpoint):
         return weights, momentum
     rule = island_states.rule(checkpoint)
-    takes_mean = rule.rule != "nesterov"
     count = len(island_states.written(checkpoint))
-    read = lambda k: _restore_tree(checkpoint, {"params": shapes}, lambda key: f"island_{k}.{key}")
-    total = read(0)["params"]
-    for k in range(1, count):
-        total = jax.tree.map(jnp.add, total, read(k)["params"])
+
+    def total(what: str) -> Any:
+        """The sum over islands of arrays that each has of all parameters."""
+        name_of = lambda k: lambda key: f"island_{k}.{key}"
+        read = lambda k: _restore_tree(checkpoint, {what: shapes}, name_of(k))[what]
+        return functools.reduce(functools.partial(jax.tree.map, jnp.add), map(read, range(count)))
+
+    trained = total("params")
+    if rule.is_late:
+        if rule.rule == "co2":  # islands have begun with these
+            begun = jax.tree.map(lambda x: count * x, _restored_outer(checkpoint, "before", shapes))
+        else:
+            begun = total("outer.own.start")
+        add = lambda weights, sum_of, begun: weights + (sum_of - begun) / count
+        return jax.tree.map(add, weights, trained, begun), momentum
     where = jax.tree.map(lambda x: x.sharding, (shapes, shapes))
 
     def meet(total: Any, weights: Any, momentum: Any) -> tuple[Any, Any]:
         leaves, form = jax.tree.flatten(total)
         both = zip(leaves, jax.tree.leaves(weights), jax.tree.leaves(momentum), strict=True)
         steps = [
-            (leaf / count, m) if takes_mean else outer_step(rule, [leaf / count], before, m)
+            (leaf / count, m) if rule.has_pairs else outer_step(rule, [leaf / count], before, m)
             for leaf, before, m in both
         ]
         one, two = zip(*steps, strict=True) if steps else ((), ())
         return jax.tree.unflatten(form, one), jax.tree.unflatten(form, two)
 
-    return jax.jit(meet, out_shardings=where)(total, weights, momentum)
+    return jax.jit(meet, out_shardings=where)(trained, weights, momentum)
 
 
 def _mean_moments(

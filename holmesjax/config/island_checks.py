@@ -11,6 +11,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.files import places
 
 PIPELINE = "or set parallel.across to pipeline"
+WITH_NESTEROV = ("nesterov", "eager")  # rules whose momentum is Nesterov's, or plain
 OF_RULES = {"pull": ("noloco",), "clip": ("co2",), "penalty": ("co2",)}  # settings of some alone
 
 
@@ -84,13 +85,17 @@ def fragments_meet_in_turn(parallel: ParallelConfig) -> Iterator[ConfigError]:
 
 
 def the_outer_rule_suits_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    """Also where the planner has the choice: a mistake must not become a pipeline."""
     outer = parallel.outer_rule
-    if not parallel.has_islands:
+    if parallel.across == "pipeline":
         return
     for name, rules in OF_RULES.items():
         if outer.rule not in rules and getattr(outer, name) is not None:
             problem = f"is only for parallel.outer.rule: {', '.join(rules)}"
             yield wrong(f"parallel.outer.{name}", problem, getattr(outer, name), "remove it")
+    if outer.rule not in WITH_NESTEROV and not outer.nesterov:
+        problem = f"is only for parallel.outer.rule: {', '.join(WITH_NESTEROV)}"
+        yield wrong("parallel.outer.nesterov", problem, outer.nesterov, "remove it")
     if outer.rule == "nesterov":
         return
     when = "of one round" if outer.is_late else "of none"
@@ -116,13 +121,14 @@ def _pairs_come_together(outer: OuterConfig) -> Iterator[ConfigError]:
 
 
 def training_suits_islands(train: TrainConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
-    if not parallel.has_islands:
-        return
     every = parallel.meets_every
-    if train.eval_every % every and not parallel.is_mailbox:
+    is_every_set = parallel.has_islands or (parallel.across == "auto" and parallel.every)
+    if is_every_set and train.eval_every % every and not parallel.is_mailbox:
         problem = f"must be a multiple of parallel.every = {every}: islands differ between meetings"
         fix = f"use {multiples(train.eval_every, every)}, or another parallel.every"
         yield wrong("train.eval_every", problem, train.eval_every, fix)
+    if not parallel.has_islands:
+        return
     lacking = {
         "rampup": (bool(train.rampup), "islands have batches of one size so far", "remove it"),
         "spike_policy": (train.spike_policy != "none", "islands cannot have so far", "use none"),

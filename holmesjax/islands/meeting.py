@@ -291,6 +291,9 @@ class IslandMeetings:
             stages = [[*flatten(state.params)] for state in island]
             owned = self._owned_of(meeting, island)
             found.append(Digests(digests_of(stages, landed[k]), digests_of(stages, owned)))
+        if following:  # islands have taken these
+            following.ahead.clear()
+            following.momentum.clear()
         self._tell(meeting.step, found)
         return met, landed
 
@@ -399,6 +402,13 @@ def own_arrays(island: Sequence[ChunkState], what: str) -> Arrays:
     """Arrays that an island keeps of all its parameters: "start", "momentum" or "known"."""
     own = [state.outer.own for state in island if state.outer and state.outer.own]
     return _arrays([getattr(kept, what) for kept in own])
+
+
+def all_landed(state: ChunkState) -> ChunkState:
+    """A state of an island that begins with the global weights: nothing is on its way any more."""
+    if state.outer is None or state.outer.before is None:
+        return state
+    return replace(state, outer=replace(state.outer, before=state.outer.weights))
 
 
 def _with_own(state: ChunkState, landed: Arrays, momentum: Arrays | None) -> ChunkState:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import ModelConfig, ParallelConfig
-from holmesjax.islands.meeting import Arrays, IslandMeetings, Round, States
+from holmesjax.islands.meeting import Arrays, IslandMeetings, Round, States, all_landed
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.meeting_steps import (
     Flight,
@@ -127,7 +127,8 @@ class Streaming:
         before, self._flying = self._flying[1], None
         states = self._land(before, states, 1.0, meeting)
         if is_last:
-            return self._land(meeting, self.meetings.merge(meeting, states), 1.0)
+            states = self._land(meeting, self.meetings.merge(meeting, states), 1.0)
+            return {k: list(map(all_landed, island)) for k, island in states.items()}
         self._flying = Flight(0, step, step + self._steps.every), meeting
         return states
 

@@ -10,6 +10,9 @@ from holmesjax.config import Config
 from holmesjax.plan.plan import Plan
 from holmesjax.units import show
 
+# Settings of `parallel` that are for islands.
+OF_ISLANDS = ("islands", "every", "outer", "fragments", "delay", "blend")
+
 # Names of the clusters of each island.
 Grouping = tuple[tuple[str, ...], ...]
 
@@ -47,11 +50,19 @@ class ChosenWay:
         """The choice in a line for the console."""
         if not self.ways:
             why = "islands train otherwise, and plan.allow has no local_updates"
-            return f"chosen      no islands: {why}"
+            text = f"chosen      no islands: {why}"
+            parallel = self.asked.parallel
+            unused = [name for name in OF_ISLANDS if getattr(parallel, name) is not None]
+            if unused:
+                text += f"; not used: {', '.join(f'parallel.{name}' for name in unused)}"
+            return text
         best, *others = [way for way in self.ways if way.step_s is not None]
         text = f"chosen      {best.what}: {show(best.priced_s, 's')} with its price"
         for way in others[:1]:
             text += f"; then {way.what}: {show(way.priced_s, 's')}"
+        refused = [way for way in self.ways if way.step_s is None]
+        if refused and not others:  # or a mistake in a setting would look like a choice
+            text += f"; {refused[0].what}: {refused[0].why}"
         return text
 
 

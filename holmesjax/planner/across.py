@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from holmesjax.config import Config, ParallelConfig
-from holmesjax.costs.products import train_flop
+from holmesjax.costs.products import attention_products, train_flop
 from holmesjax.errors import HolmesError, PlanError
+from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
 from holmesjax.plan.plan import MeetingCost, Plan
 from holmesjax.plan.ways import ChosenWay, Grouping, Way, more_tokens
 from holmesjax.planner.groupings import groupings
@@ -23,8 +24,10 @@ from holmesjax.planner.islands import (
     meeting_cost,
     part_of,
     plan_islands,
+    refuse_unknown_clusters,
     without_islands,
 )
+from holmesjax.topology.calibration import flop
 from holmesjax.topology.machines import Topology
 
 Make = Callable[[Config, Topology], Plan]
@@ -34,7 +37,9 @@ EVERY = (10, 20, 50, 100, 200, 500)
 FRAGMENTS = (1, 2, 4, 8)
 DELAYS = (0, 2, 4, 8)  # half of each for one way
 BLEND = 0.5  # with a delay, or the steps meanwhile are lost
-MOST_MIXTURES = 4  # groupings with an island of several clusters that are planned
+MOST_MIXTURES = 4  # groupings with an island of several clusters that have a plan
+MOST_REFUSED = 16  # of those without: then no more are tried
+MOST_REASONS = 3  # why islands are not possible, in a refusal
 # Of the time that its clusters would take together, each by its own plan, an island of several is
 # taken to need this share at least: layers that single clusters compute again it may keep.
 LEAST_SHARE, LEAST_SHARE_KEPT = 0.95, 0.7
@@ -47,6 +52,7 @@ def choose(
     make: Make,
     usable_memory: float,
     say: Callable[[str], None],
+    make_or_remedy: Make | None = None,
 ) -> ChosenWay:
     """The best way to train, by the time for equal loss as `more_tokens` prices it.
 
@@ -58,23 +64,25 @@ def choose(
       make: makes the plan of a pipeline, as `make_plan`.
       usable_memory: the share of each device's memory that a stage may fill.
       say: takes lines about the search.
+      make_or_remedy: `make`, whose refusal has the mildest change with which a plan fits; it is
+        asked where nothing else is left. None: `make`.
 
-    Raises PlanError where no way has a plan.
+    Raises PlanError where no way has a plan, or where `parallel.islands` names no cluster.
     """
     alone = without_islands(config)
+    make_or_remedy = make_or_remedy or make
+    refuse_unknown_clusters(config.parallel.islands or (), topology)
+    if not config.plan.allow:
+        return ChosenWay(asked=config, config=alone, plan=make_or_remedy(alone, topology))
     best: ChosenWay | None = None
     refusal: PlanError | None = None
     try:
         plan = make(alone, topology)
     except PlanError as error:
-        if not config.plan.allow:
-            raise
         pipeline, refusal = Way(what=PIPELINE, why=f"not possible: {error.problem}"), error
     else:
         pipeline = way_of_pipeline(plan)
         best = ChosenWay(asked=config, config=alone, plan=plan)
-        if not config.plan.allow:
-            return best
     best_s = pipeline.priced_s if best else float("inf")
     settings, why = _settings(config)
     if not settings:
@@ -86,10 +94,27 @@ def choose(
         best = planned or best
     if best is None:
         assert refusal is not None, "there is no pipeline"
-        raise refusal
+        raise _no_way(refusal, alone, topology, make_or_remedy, ways)
     ways.append(pipeline)
     ways.sort(key=lambda way: way.priced_s if way.step_s is not None else float("inf"))
     return replace(best, ways=tuple(ways), num_slower=num_slower)
+
+
+def _no_way(
+    refusal: PlanError, alone: Config, topology: Topology, make: Make, ways: Sequence[Way]
+) -> PlanError:
+    """The refusal of a pipeline with its remedy, and why there are no islands either."""
+    try:
+        make(alone, topology)
+    except PlanError as error:
+        refusal = error
+    reasons = [f"{way.what}: {way.why}" for way in ways]
+    shown = [refusal.found, *reasons[:MOST_REASONS]]
+    if len(reasons) > MOST_REASONS:
+        shown.append(f"and {len(reasons) - MOST_REASONS} more that are not possible")
+    return PlanError(
+        refusal.where, refusal.problem, found="; ".join(map(str, shown)), fix=refusal.fix
+    )
 
 
 def _islands(
@@ -106,7 +131,7 @@ def _islands(
     rate = config.plan.islands_more_tokens
     least_every = min(parallel.meets_every for parallel in settings)
     price = lambda grouping: 1.0 + more_tokens(rate, len(grouping), least_every)
-    best, ways, num_planned = None, list[Way](), 0
+    best, ways, num_planned, num_refused = None, list[Way](), 0, 0
     make_once = _remembering(make)
 
     def least_s(grouping: Grouping) -> float:
@@ -118,9 +143,9 @@ def _islands(
     for grouping in _in_order(known, least_s):
         if least_s(grouping) >= best_s:
             continue
-        if _size(grouping) > 1 and num_planned == MOST_MIXTURES:
+        is_mixed = _size(grouping) > 1
+        if is_mixed and (num_planned == MOST_MIXTURES or num_refused == MOST_REFUSED):
             break
-        num_planned += _size(grouping) > 1
         say(f"islands {_text(grouping)}")
         asked = [replace(parallel, islands=grouping) for parallel in settings]
         try:
@@ -128,7 +153,9 @@ def _islands(
         except HolmesError as error:
             why = f"not possible: {str(error).splitlines()[0]}"
             ways.append(Way(what=f"islands {_text(grouping)}", why=why))
+            num_refused += is_mixed
             continue
+        num_planned += is_mixed
         assert plan.meeting is not None, "the plan has islands"
         way = way_of_islands(plan, plan.meeting, rate, _text(grouping))
         ways.append(way)
@@ -170,18 +197,28 @@ def _with_meetings(
         price = more_tokens(config.plan.islands_more_tokens, len(names), cost.every)
         timed.append(((alone_s + cost.exposed_s / cost.every) * (1.0 + price), cost, parallel))
     error: PlanError | None = None
+    made: list[tuple[float, Config, Plan]] = []
     while timed:
         least_s = min(seconds for seconds, _, _ in timed)
+        # A delay may leave less room, so that more layers compute again.
+        if made and min(seconds for seconds, _, _ in made) <= least_s * SAME:
+            break
         close = [item for item in timed if item[0] <= least_s * SAME]
         best = min(close, key=lambda item: (item[1].delay, item[1].fragments, item[0]))
         timed.remove(best)
         found = with_settings(best[2])
         try:
-            return found, plan_of(found)
+            plan = plan_of(found)
         except PlanError as refusal:  # it has no room for what is on its way
             error = error or refusal
-    assert error is not None, "there are settings"
-    raise error
+        else:
+            price = more_tokens(config.plan.islands_more_tokens, len(names), best[1].every)
+            made.append((plan.step_time_s * (1.0 + price), found, plan))
+    if not made:
+        assert error is not None, "there are settings"
+        raise error
+    _, found, plan = min(made, key=lambda item: item[0])
+    return found, plan
 
 
 def _settings(config: Config) -> tuple[list[ParallelConfig], str]:
@@ -222,19 +259,28 @@ def _groupings(config: Config, topology: Topology) -> Iterator[Grouping]:
 
 
 def _least_s(config: Config, topology: Topology, grouping: Grouping) -> float:
-    """The seconds of a step in which all devices of the slowest island compute at their peak."""
-    dtype, clusters = config.train.compute_dtype, {c.name: c for c in topology.clusters}
-    tokens = config.train.global_batch * config.model.context_length / len(grouping)
-    flop = train_flop(config.model, tokens)
+    """The seconds of a step in which all devices of the slowest island compute at their peak.
+
+    It is a lower bound: of each device the largest peak counts, and no attention, whose kernels
+    leave pairs out.
+    """
+    clusters, model = {c.name: c for c in topology.clusters}, config.model
+    tokens = config.train.global_batch * model.context_length / len(grouping)
+    counts = (1, *block_counts(model), 1)
+    attention_flop = sum(
+        count * flop(attention_products(kind, model.context_length, tokens))
+        for count, kind in zip(counts, kinds(model).in_order, strict=True)
+    )
+    least_flop = train_flop(model, tokens) - 3.0 * attention_flop
     peaks = [
         sum(
-            node.num_devices * node.device.peak_flop_per_s.get(dtype, float("inf"))
+            node.num_devices * max(node.device.peak_flop_per_s.values(), default=float("inf"))
             for name in island
             for node in (clusters[name].nodes if name in clusters else ())
         )
         for island in grouping
     ]
-    return flop / min(peaks) if min(peaks) else 0.0
+    return least_flop / min(peaks) if min(peaks) else 0.0
 
 
 def _size(grouping: Grouping) -> int:
@@ -290,12 +336,19 @@ PIPELINE = "a pipeline over the links"
 
 
 def way_of_pipeline(plan: Plan) -> Way:
-    """The way of a plan without islands: a pipeline over clusters, or one of them alone."""
+    """The way of a plan without islands: a pipeline over clusters, or one of them alone.
+
+    Bytes are those of boundaries between stages: what the collectives of a stage over several
+    clusters send is not counted.
+    """
     homes = [plan.stages[home].cluster for home, _ in plan.chunks]
     crossed = Counter((a, b) for a, b in pairwise(homes) if a != b)
     busiest = max(crossed.values(), default=0)
+    what = PIPELINE if crossed else f"no islands, and {homes[0]} alone"
+    if any("+" in home for home in homes):  # what their collectives send has no price
+        what = "stages over the links"
     return Way(
-        what=PIPELINE if crossed else f"no islands, and {homes[0]} alone",
+        what=what,
         step_s=plan.step_time_s,
         sent_bytes=busiest * plan.microbatches * plan.boundary_bytes,
         exposed_s=plan.shares.get("boundary", 0.0) * plan.step_time_s,

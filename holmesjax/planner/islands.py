@@ -107,16 +107,22 @@ def clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ..
     """The clusters of each island. Raises PlanError where they cannot be islands of this run."""
     known = [cluster.name for cluster in topology.clusters]
     names = config.parallel.islands or tuple((name,) for name in known)
-    for name in (name for island in names for name in island):
-        if name not in known:
-            fix = f"use {', '.join(known)}"
-            raise PlanError("parallel.islands", "names no cluster", found=name, fix=fix)
+    refuse_unknown_clusters(names, topology)
     parts = len(names) * (config.parallel.microbatches or 1)
     if config.train.global_batch % parts:
         problem = f"must be a multiple of {parts}, the microbatches of all islands, which are equal"
         found, fix = config.train.global_batch, "use another batch, or other islands"
         raise PlanError("train.global_batch", problem, found=found, fix=fix)
     return names
+
+
+def refuse_unknown_clusters(names: Sequence[Sequence[str]], topology: Topology) -> None:
+    """Raises PlanError where islands have a cluster that is not there."""
+    known = [cluster.name for cluster in topology.clusters]
+    for name in (name for island in names for name in island):
+        if name not in known:
+            fix = f"use {', '.join(known)}"
+            raise PlanError("parallel.islands", "names no cluster", found=name, fix=fix)
 
 
 def _left_out(topology: Topology, names: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -236,8 +242,10 @@ def _outer_bytes(
     kept, num_bytes = kept_by(outer), codec_of(outer).num_bytes
     all_here, owned_here = sum(here.values()), sum(n for name, n in here.items() if name in owned)
     found = float(WORD_BYTES * (len(kept.owned) * owned_here + len(kept.own) * all_here))
-    if outer.has_pairs:  # its difference, and what comes of the other
-        found += all_here * (2 * num_bytes + WORD_BYTES)
+    if outer.has_pairs:
+        # Its difference, and what comes of the other. The new slow weights, the momentum and the
+        # weights are there beside the old ones.
+        found += all_here * (2 * num_bytes + WORD_BYTES + 3 * WORD_BYTES)
     elif not (steps.delay or sends_weights(outer)):  # its difference
         found += all_here * num_bytes
     if steps.delay:

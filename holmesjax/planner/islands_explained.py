@@ -13,7 +13,13 @@ from holmesjax.plan.plan import Plan
 from holmesjax.plan.ways import ChosenWay, Way
 from holmesjax.planner.across import PIPELINE, way_of_islands, way_of_pipeline
 from holmesjax.planner.explain import Explanation, aligned, describe, explain
-from holmesjax.planner.islands import clusters_of, island_config, part_of, without_islands
+from holmesjax.planner.islands import (
+    clusters_of,
+    island_config,
+    meeting_cost,
+    part_of,
+    without_islands,
+)
 from holmesjax.planner.planner import choose, make_plan
 from holmesjax.planner.selection import Saying, silently
 from holmesjax.topology.machines import Topology
@@ -62,7 +68,7 @@ def explain_run(
         plan = make_plan(config, topology, say, usable_memory)
         say("one pipeline")
         pipeline = _pipeline(config, topology, say, usable_memory)
-        ways = (*_ways(plan, config.plan.islands_more_tokens), pipeline)
+        ways = (*_ways(plan, config, topology, names), pipeline)
     own = island_config(config, len(names)) if names else config
     parts = [part_of(topology, clusters) for clusters in names] or [topology]
     return IslandsExplanation(
@@ -94,16 +100,25 @@ def _compared(
     return choice.ways, tuple(notes)
 
 
-def _ways(plan: Plan, rate: float) -> Iterator[Way]:
+def _ways(
+    plan: Plan, config: Config, topology: Topology, names: Sequence[Sequence[str]]
+) -> Iterator[Way]:
     """Yields the plan's own way, and that of other steps between meetings."""
     meeting = plan.meeting
     assert meeting is not None, "the plan has islands"
-    plain = replace(meeting, hidden_s=0.0, fragments=1, delay=0)
-    others = [replace(plain, every=every) for every in OTHER_EVERY if every != meeting.every]
-    if meeting.delay:
-        others.insert(0, replace(meeting, hidden_s=0.0, delay=0))
+    other_every = [every for every in OTHER_EVERY if every != meeting.every]
+    if config.parallel.outer_rule.is_late:  # it has no meetings that stop all
+        alone_s = plan.step_time_s - meeting.exposed_s / meeting.every
+        often = replace(config, train=replace(config.train, eval_every=0))
+        with_every = lambda n: replace(often, parallel=replace(config.parallel, every=n))
+        others = [meeting_cost(with_every(n), topology, names, alone_s) for n in other_every]
+    else:
+        plain = replace(meeting, hidden_s=0.0, fragments=1, delay=0)
+        others = [replace(plain, every=every) for every in other_every]
+        if meeting.delay:
+            others.insert(0, replace(meeting, hidden_s=0.0, delay=0))
     for cost in (meeting, *others):
-        yield way_of_islands(plan, cost, rate)
+        yield way_of_islands(plan, cost, config.plan.islands_more_tokens)
 
 
 def _pipeline(config: Config, topology: Topology, say: Saying, usable_memory: float) -> Way:

@@ -105,8 +105,9 @@ def choose(
     usable_memory: float = USABLE_MEMORY,
 ) -> ChosenWay:
     """The planner's choice where `parallel.across` is auto. Raises PlanError as `make_plan`."""
-    plan_one = functools.partial(make_plan, say=say, usable_memory=usable_memory, remedies=False)
-    return across.choose(config, topology, plan_one, usable_memory, say)
+    make = functools.partial(make_plan, say=say, usable_memory=usable_memory)
+    plan_one = functools.partial(make, remedies=False)
+    return across.choose(config, topology, plan_one, usable_memory, say, make)
 
 
 def make_changed_plan(

@@ -46,7 +46,15 @@ def test_the_peak_is_of_the_node_that_sends_most_in_a_tenth_of_a_second():
     sent = {0.0: (0, 0), 0.05: (10, 0), 0.11: (30, 5), 0.14: (40, 40), 0.3: (40, 60)}
     peak._samples = [(at_s, {"n0": a, "n1": b}) for at_s, (a, b) in sent.items()]
     assert peak.most_bytes(0.0, 1.0) == 40
-    assert peak.most_bytes(0.2, 1.0) == 0
+    assert peak.most_bytes(0.2, 1.0) == 20  # of the gap before: they may have been sent since
+
+
+def test_a_result_goes_on_with_the_text_that_it_has_read_alone():
+    result = {"commit": "abc dirty", "text": "1"}
+    local_updates.refuse_others(result, "abc", "1")
+    for commit, text in (("abd", "1"), ("abc", "2")):
+        with pytest.raises(SystemExit, match="--go-on"):
+            local_updates.refuse_others(result, commit, text)
 
 
 def test_a_link_of_the_lab_takes_a_meeting_as_long_as_it_says(tmp_path):

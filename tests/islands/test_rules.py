@@ -90,7 +90,7 @@ def rounds_of_noloco(outer, first, moves):
 class Islands:
     """Unlike islands that begin with equal weights, and whose steps add noise of their own."""
 
-    def __init__(self, outer, count, last=LAST):
+    def __init__(self, outer, count, last=LAST, states=None, done=0):
         parallel = ParallelConfig(across="local_updates", every=EVERY, outer=outer)
         chunks = islands_of(CUTS[:count], MODEL)
         if outer.has_pairs:
@@ -99,6 +99,9 @@ class Islands:
         else:
             self.meetings = IslandMeetings(chunks, count, outer)
             self.steps = Streaming(self.meetings, MODEL, parallel, last, 0)
+        if states is not None:
+            self.states = self.steps.begin(states, done)
+            return
         drawn = states_of(chunks[0], np.random.default_rng(0))
         self.first = numbers(drawn, lambda state: state.params)
         put = lambda state: with_arrays(state, lambda name, x: self.first[name])
@@ -135,6 +138,7 @@ NEAR = {"float32": 3e-6, "bfloat16": 8e-3}
     "outer, count",
     [
         (CO2, 2),
+        (CO2, 3),
         (EAGER, 2),
         (OuterConfig(rule="noloco", codec="bfloat16"), 3),
         (OuterConfig(rule="eager", codec="bfloat16"), 2),
@@ -211,6 +215,28 @@ def assert_mean_and_bytes(islands, expected, step):
     assert [sent[k] for k in range(3)] == [
         of_pair * meets[k] + to_owners[k] + of_means[k] for k in range(3)
     ]
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+def test_a_run_that_trains_longer_repeats_no_step(rule):
+    """All has landed after the last step: islands that do not move stay, without momentum."""
+    outer = OuterConfig(rule=rule, momentum=0.0)
+    islands = Islands(outer, 2)
+    for step in range(1, LAST + 1):
+        islands.step(step)
+    longer = Islands(outer, 2, 2 * LAST, islands.states, LAST)
+    for step in range(LAST + 1, LAST + 2 * EVERY + 1):
+        if longer.steps.is_due(step):
+            longer.states = longer.steps.after_step(longer.states, step)
+            flight = longer.steps._flying[1]
+            assert not flight.ahead  # no array of it beside those that the plan counts
+    longer.states = longer.steps.settle(longer.states)
+    whole = lambda own, k: numbers(own.states[k], lambda state: state.outer.weights)
+    for k in range(2):
+        for name, x in whole(islands, k).items():
+            np.testing.assert_array_equal(whole(longer, k)[name], x)
+        for name, x in islands.weights(k).items():
+            np.testing.assert_array_equal(longer.weights(k)[name], x)
 
 
 def test_pairs_cover_everyone_at_random():

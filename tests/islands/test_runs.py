@@ -121,9 +121,9 @@ def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bit
     assert saved(tmp_path / "cut", 13) == saved(tmp_path / "whole", 13)
 
 
-@pytest.mark.parametrize("rule", ["noloco", "eager"])
+@pytest.mark.parametrize("rule", ["noloco", "eager", "co2"])
 def test_a_run_of_another_rule_goes_on_to_the_same_bits(tmp_path, rule):
-    """It meets after 2, 4 and 5 steps, and stops after 3; then others go on from the mean."""
+    """It meets after 2, 4 and 5 steps, and stops after 3; then others go on, and lose no round."""
     outer = {"rule": rule, "codec": "bfloat16"}
     settings = {**ISLANDS, "model.num_layers": 1, "parallel.outer": outer, "train.eval_every": 4}
     whole, cut = (trainer(tmp_path / name, **settings) for name in ("whole", "cut"))
@@ -140,11 +140,22 @@ def test_a_run_of_another_rule_goes_on_to_the_same_bits(tmp_path, rule):
     written = arrays_of(tmp_path / "others", 3)
     settings["parallel.outer"] = {"rule": "nesterov"}
     with trainer(tmp_path / "others", **settings) as others:
+        begun = {name: np.asarray(x) for name, x in flatten(others.params).items()}
         said = "islands of another rule have written it; those here begin with the global weights"
         others.run()
     assert said in others._stream.getvalue()
+    name = "embed.token_VD"
+    mean_of = lambda what: np.mean(
+        [written[f"island_{k}.{what}.{name}"] for k in (0, 1)], axis=0, dtype=np.float64
+    )
+    expected = mean_of("params")
+    if rule != "noloco":  # what was sent after two steps is in the global weights
+        is_eager = rule == "eager"
+        old = mean_of("outer.own.start") if is_eager else written[f"outer.before.{name}"]
+        assert np.abs(written[f"params.{name}"] - old).max() > 1e-4
+        expected = expected + written[f"params.{name}"] - old
+    np.testing.assert_allclose(begun[name], expected, rtol=0, atol=1e-6)
     if rule == "noloco":
-        name = "embed.token_VD"
         slow = [written[f"island_{k}.outer.own.start.{name}"] for k in (0, 1)]
         mean = np.mean(slow, axis=0, dtype=np.float64)
         np.testing.assert_allclose(written[f"params.{name}"], mean, rtol=0, atol=1e-7)
@@ -281,7 +292,7 @@ def test_the_plan_says_each_rule():
     assert plain.plan.hash() == job.load(RUN, {**SMALL, **ISLANDS}).plan.hash()
     memory = lambda planned: sum(s.memory_bytes["outer"] for s in planned.plan.stages)
     assert memory(plain) == 8 * numbers
-    assert memory(pairs) == 4 * numbers + 2 * (8 + 12) * numbers
+    assert memory(pairs) == 4 * numbers + 2 * (8 + 12 + 12) * numbers
     assert memory(late) == 12 * numbers + 2 * (4 + 2 * 2) * numbers
     assert pairs.plan.meeting.bytes == (8 * numbers,) * 2
     assert sum(late.plan.meeting.bytes) == sum(plain.plan.meeting.bytes) / 2

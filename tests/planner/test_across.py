@@ -4,15 +4,16 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from holmesjax import job
-from holmesjax.config import PlanConfig
+from holmesjax.config import OuterConfig, PlanConfig
 from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.ways import more_tokens
-from holmesjax.planner import across
+from holmesjax.planner import across, islands_explained
 from holmesjax.planner.groupings import groupings
 from holmesjax.planner.islands import plan_islands
 from holmesjax.planner.islands_explained import describe_run, explain_run
@@ -141,15 +142,17 @@ def test_a_slower_link_leads_from_a_pipeline_to_islands_to_one_cluster():
     assert not priced.plan.islands
 
 
-def test_near_clusters_are_one_island_where_one_holds_no_replica():
+def test_near_clusters_are_one_island_where_one_holds_no_replica(monkeypatch):
     """Two pairs with fast links, and slow ones between them; the model needs two clusters."""
     topology = make_topology(*clusters(4), ethernet_bytes_per_s=1e8)
     near = {pair: dataclasses.replace(topology.links[pair], bandwidth_bytes_per_s=1e10)
             for pair in (("a", "c"), ("c", "a"), ("b", "d"), ("d", "b"))}  # fmt: skip
     topology = dataclasses.replace(topology, links={**topology.links, **near})
+    monkeypatch.setattr(across, "MOST_MIXTURES", 1)  # refused ones do not count
+    monkeypatch.setattr(across, "MOST_REFUSED", 25)
 
     def make(config, machines):
-        if len(machines.clusters) == 1:
+        if [cluster.name for cluster in machines.clusters] not in (["a", "c"], ["b", "d"]):
             raise PlanError("memory", "is too small", found="0 B", fix="more")
         return make_plan(config, machines)
 
@@ -161,6 +164,99 @@ def test_near_clusters_are_one_island_where_one_holds_no_replica():
     assert "not possible: memory: is too small" in [way.why for way in single]
 
 
+def test_a_run_without_any_way_is_told_all_reasons():
+    """The pipeline's with its remedy, which nothing but the last refusal looks for."""
+    topology, asked = make_topology(*clusters(2)), []
+
+    def refuse(fix):
+        def make(config, machines):
+            asked.append(fix)
+            raise PlanError("memory", "is too small", found="0 B", fix=fix)
+
+        return make
+
+    for plan in (ALLOWED, PlanConfig()):
+        config = run_config(plan)
+        with pytest.raises(PlanError) as caught:
+            across.choose(
+                config, topology, refuse("more"), USABLE_MEMORY, lambda _: None, refuse("half")
+            )
+        assert caught.value.fix == "half"
+        assert asked.pop() == "half"
+        assert "half" not in asked
+        words = "islands a | b: not possible: memory: is too small"
+        assert (words in str(caught.value.found)) == bool(plan.allow)
+
+
+def test_a_delay_that_leaves_too_little_room_is_compared_by_its_plan(monkeypatch):
+    """With it more layers compute again, so that meetings without it are faster."""
+    config = run_config()
+    plan = make_plan(dataclasses.replace(config, parallel=run_config(across="pipeline").parallel),
+                     make_topology(*clusters(1)))  # fmt: skip
+    topology = make_topology(*clusters(2), ethernet_bytes_per_s=1e7)
+
+    def planned(own, machines, make, usable_memory):
+        slower = 3.0 if own.parallel.delay else 1.0
+        cost = across.meeting_cost(own, machines, own.parallel.islands, plan.step_time_s)
+        step_s = plan.step_time_s * slower + cost.exposed_s / cost.every
+        return dataclasses.replace(plan, step_time_s=step_s, meeting=cost, islands=(plan, plan))
+
+    monkeypatch.setattr(across, "plan_islands", planned)
+    settings = [
+        run_config(
+            across="local_updates", islands=(("a",), ("b",)), every=200, delay=delay
+        ).parallel
+        for delay in (0, 200)
+    ]
+    costs = [
+        across.meeting_cost(dataclasses.replace(config, parallel=own), topology,
+                            own.islands, plan.step_time_s)
+        for own in settings
+    ]  # fmt: skip
+    assert costs[0].exposed_s > costs[1].exposed_s * 2  # else the delay has nothing to hide
+    found, _ = across._with_meetings(config, topology, None, USABLE_MEMORY, settings)
+    assert found.parallel.delay == 0
+
+
+def test_no_plan_is_faster_than_the_bound_of_its_grouping():
+    """Neither in fp8, whose peak is another, nor where kernels leave pairs of attention out."""
+    bound = lambda config, topology: across._least_s(config, topology, (("a",),))
+    topology = make_topology(*clusters(1))
+    device = topology.clusters[0].nodes[0].device
+    short = run_config()
+    long = run_config(model={"context_length": 4 * short.model.context_length})
+    assert bound(long, topology) == pytest.approx(4 * bound(short, topology))
+    peaks = {**device.peak_flop_per_s, "float8": 2 * max(device.peak_flop_per_s.values())}
+    [cluster] = clusters(1)
+    faster = dataclasses.replace(device, peak_flop_per_s=peaks)
+    nodes = tuple(dataclasses.replace(node, device=faster) for node in cluster.nodes)
+    fp8 = make_topology(dataclasses.replace(cluster, nodes=nodes))
+    assert bound(short, fp8) == pytest.approx(bound(short, topology) / 2)
+
+
+def test_late_rules_are_compared_with_late_meetings():
+    """Those of a run that says other steps between meetings; none of them stops all."""
+    topology = make_topology(*clusters(2), ethernet_bytes_per_s=1e7)
+    config_of = lambda every: run_config(
+        across="local_updates", every=every, outer=OuterConfig(rule="eager")
+    )
+    plan_of = lambda every: make_plan(config_of(every), topology)
+    ways = list(islands_explained._ways(plan_of(10), config_of(10), topology, ("a", "b")))
+    assert [way.step_s for way in ways] == pytest.approx(
+        [plan_of(every).step_time_s for every in (10, 1, 100)]
+    )
+    assert all(way.hidden_s for way in ways)
+
+
+def test_stages_over_several_clusters_are_no_cluster_alone():
+    stage = SimpleNamespace(cluster="ib+roce")
+    plan = SimpleNamespace(
+        stages=[stage], chunks=[(0, None)], step_time_s=1.0, shares={}, microbatches=1,
+        boundary_bytes=8.0,
+    )  # fmt: skip
+    assert across.way_of_pipeline(plan).what == "stages over the links"
+
+
 def test_mixtures_that_islands_cannot_be_are_refused_and_explained(capsys):
     """Stages of an island cannot share the token table, and 10 sequences have no equal parts."""
     both = [make_cluster(name, "infiniband", (4,), speed=0.01) for name in "ab"]
@@ -169,6 +265,8 @@ def test_mixtures_that_islands_cannot_be_are_refused_and_explained(capsys):
     choice = choose(tied, topology)
     assert not choice.plan.islands
     assert "share the token table" in choice.ways[-1].why
+    assert "a+b alone" not in choice.describe()
+    assert "islands a | b: not possible: island 0: cannot share" in choice.describe()
     text = "\n".join(describe_run(explain_run(choice.config, topology, choice=choice)))
     assert "islands a | b: not possible: island 0: cannot share" in text
     odd = dataclasses.replace(tied, train=dataclasses.replace(tied.train, global_batch=20))
@@ -185,6 +283,11 @@ def test_islands_are_never_chosen_without_being_allowed(tmp_path):
     assert never.config.parallel.across == "pipeline"
     assert never.plan == job.load(RUN, {**settings, "parallel.across": "pipeline"}).plan
     assert "plan.allow has no local_updates" in "\n".join(never.describe())
+    pinned = job.load(RUN, {**settings, "parallel.every": 10})
+    assert "not used: parallel.every" in "\n".join(pinned.describe())
+    allowed = {"parallel.across": "pipeline", "plan.allow": ["local_updates"]}
+    unused = job.load(RUN, {**settings, **allowed})
+    assert "plan.allow: not used" in "\n".join(unused.describe())
     found = explain_run(never.config, never.topology, choice=never.choice)
     assert not found.clusters
     assert any(way.more_tokens for way in found.ways)
@@ -215,11 +318,17 @@ REFUSED = {
     "plan.allow": {"plan.allow": ["local_updates"], "plan.objective": "tokens_per_dollar"},
     "parallel.clusters": {"parallel.clusters": ["ib", "roce"]},
     "parallel.fragments": {"parallel.every": 10, "parallel.fragments": 3},
+    "parallel.outer.momentum": {"parallel.outer": {"rule": "noloco", "momentum": 0.9}},
+    "parallel.outer.nesterov": {"parallel.outer": {"rule": "co2", "nesterov": False}},
+    "parallel.delay": {"parallel.outer": {"rule": "eager"}, "parallel.delay": 2},
+    "parallel.islands": {"parallel.islands": [["ib"], ["rocee"]]},
+    "train.eval_every": {"parallel.every": 30, "train.eval_every": 50},
 }
 
 
 @pytest.mark.parametrize("where", REFUSED)
 def test_settings_that_leave_no_choice_are_refused(where):
+    """Or else a mistake would be another training."""
     with pytest.raises(HolmesError, match=where):
         job.load(RUN, {**SLOW, **REFUSED[where]})
 
