@@ -25,8 +25,8 @@ TRAINING = (
     Bug(
         name="lease-of-a-dead-island",
         module="holmesjax.islands.election",
-        old="if name not in self._seen or self._seen[name][0] != beat:",
-        new="if beat:",
+        old="name in before and before[name][0] == beats[name]",
+        new="False",
         wrong="an island that is gone is waited for",
         tests=("tests/islands/test_mailbox.py::test_a_lease_ends_by_the_clock_of_its_reader",),
     ),
