@@ -30,21 +30,8 @@ from holmesjax.runtime.prefetch import Inputs, Step
 from tests.diloco import diloco
 from tests.jobs import HANG_S, RunningJob, compiling_once
 from tests.priced_saves import assert_priced_as_written
+from tests.small_runs import RUN, SMALL
 
-RUN = "configs/runs/quickstart.yaml"
-SMALL = {
-    "topology": "configs/topologies/two_cpus.yaml",
-    "train.steps": 5,
-    "train.eval_every": 0,
-    "model.num_layers": 2,
-    "model.width": 16,
-    "model.context_length": 32,
-    "parallel": None,
-    "parallel.microbatches": 1,
-    "log.report": False,
-    "log.tensorboard": False,
-    "checkpoint.every": None,
-}
 MAILBOX = {"parallel.across": "local_updates", "parallel.meet": "mailbox", "parallel.every": 2}
 TOKENS = 8 * 32  # of a step of one of two islands
 LIMIT_S = 60.0

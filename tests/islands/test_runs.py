@@ -26,21 +26,8 @@ from launch.__main__ import main
 from tests.clusters import make_cluster, make_config, make_topology
 from tests.diloco import diloco
 from tests.priced_saves import assert_priced_as_written
+from tests.small_runs import RUN, SMALL
 
-RUN = "configs/runs/quickstart.yaml"
-SMALL = {
-    "topology": "configs/topologies/two_cpus.yaml",
-    "train.steps": 5,
-    "train.eval_every": 0,
-    "model.num_layers": 2,
-    "model.width": 16,
-    "model.context_length": 32,
-    "parallel": None,
-    "parallel.microbatches": 1,
-    "log.report": False,
-    "log.tensorboard": False,
-    "checkpoint.every": None,
-}
 ISLANDS = {"parallel.across": "local_updates", "parallel.every": 2}
 
 
