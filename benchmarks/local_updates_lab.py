@@ -253,8 +253,8 @@ L4_ROWS = {
 def measure_overlap(repeats: int) -> list[Result]:
     """Runs without meetings, with meetings that stop all, and with fragments that stream.
 
-    What a meeting sends takes SHARE of the time of the steps from one to the next. That is a tenth
-    of the rate at which it would take a tenth of SHARE.
+    Sending takes SHARE of the time of the steps from one meeting to the next. That is a tenth of
+    the rate at which it would take a tenth of SHARE.
     """
     runs = list[Result]()
     for repeat in range(repeats):

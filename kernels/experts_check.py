@@ -41,8 +41,8 @@ def cases(width: int, inner: int, dtype: str, *, small: bool = False) -> list[Gr
     if not small:
         rng = np.random.default_rng(0)
         sizes.append(tuple(rng.multinomial(8192, rng.dirichlet(np.ones(16))).tolist()))
-    found = [GroupsCase(own, width, inner, dtype) for own in sizes]
-    return [*found, GroupsCase((64, 0, 50), width, inner, dtype, empty=78)]
+    cases = [GroupsCase(groups, width, inner, dtype) for groups in sizes]
+    return [*cases, GroupsCase((64, 0, 50), width, inner, dtype, empty=78)]
 
 
 def checks(
@@ -100,8 +100,8 @@ def check(
         for name, found in results[0].items()
     }
     bad = [f"the {name} is off by {error:.2g}" for name, error in errors.items() if error > LIMIT]
-    bits = [[x.tobytes() for x in jax.tree.leaves(found)] for found in results]
-    if any(own != bits[0] for own in bits):
+    bits = [[x.tobytes() for x in jax.tree.leaves(result)] for result in results]
+    if any(of_run != bits[0] for of_run in bits):
         bad.append("the bits change from run to run")
     problem = f"{case.label}: {'; '.join(bad)}" if bad else None
     return {"what": case.label, "errors": errors, "problem": problem}

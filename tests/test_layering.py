@@ -117,6 +117,7 @@ WITHOUT_JAX = [
     "holmesjax.checkpoints.island_states",
     "holmesjax.islands.agreement",
     "holmesjax.islands.election",
+    "holmesjax.islands.island_lease",
     "holmesjax.islands.mailbox",
     "holmesjax.islands.mailbox_places",
     "holmesjax.islands.mailbox_records",

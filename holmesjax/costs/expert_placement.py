@@ -12,7 +12,7 @@ EXACT = 12  # experts at most for which the best order is searched
 def placed(loads: Sequence[float], num_devices: int) -> list[int]:
     """The order of experts by load: the best one of few experts, else the greedy one.
 
-    Where that has no smaller peak than the order by number, experts stay in that.
+    Experts stay in the order by number where that has no larger peak.
 
     >>> placed([8, 7, 1, 2], 2)
     [0, 2, 1, 3]

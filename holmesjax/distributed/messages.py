@@ -103,8 +103,8 @@ class Up(Record):
 class Vote(Record):
     """A stage has dispatched most of a step; from its leader only.
 
-    Of an island that is a job of its own it has the newest rounds that its global weights have
-    arrived of, and that another island has sent to.
+    It has two rounds where an island is a job of its own: the newest whose global weights have
+    arrived, and the newest that another island has sent to.
     """
 
     kind = "vote"

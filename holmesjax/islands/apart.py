@@ -293,10 +293,10 @@ class IslandApart(IslandsRunner):
         """Whether the island sends its weights now."""
         if self._round < 0 or self._done == self._counted or self._has_all:
             return False
-        since = self._done - max(self._counted, self._sent.step if self._sent else 0)
         if self._sent:
             self._look_at_the_time(self._sent)
             return False
+        since = self._done - self._counted
         has_others = self._agreed.opened > self._round
         return has_others or since >= self._every or self._position >= self._place.steps
 
@@ -345,7 +345,7 @@ class IslandApart(IslandsRunner):
             before, self._counted = self._rejoined(record, old)
             if sent and before is None:
                 self._sent = replace(sent, weights=copies(new), counted=self._done)
-            elif sent and before is not None:  # it lies on this round by now, as its weights do
+            elif sent and before:  # it lies on this round by now, as its weights do
                 on_new = {key: landed(x, new[key], before[key]) for key, x in sent.weights.items()}
                 self._sent = replace(sent, weights=on_new)
         elif sent and is_merged:

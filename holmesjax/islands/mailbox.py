@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.config import OuterConfig
-from holmesjax.errors import HolmesError, LostLeaseError, PeerError
+from holmesjax.errors import HolmesError, PeerError
 from holmesjax.islands import mailbox_records as records
-from holmesjax.islands.election import Leases, RoundWatch
+from holmesjax.islands.election import RoundWatch
+from holmesjax.islands.island_lease import IslandLease
 from holmesjax.islands.mailbox_places import Counted
 from holmesjax.islands.mailbox_records import (
-    LEASES,
     MERGED,
     ROUNDS,
     DamagedObjectError,
@@ -42,7 +42,6 @@ from holmesjax.islands.round_merging import (
 )
 
 KEPT_ROUNDS = 4  # the newest, so that whoever reads one has the time to
-BEATS = 4  # in the time of a lease
 CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
 BACK_OFF_S = 5.0  # until what has failed is tried again
@@ -158,11 +157,8 @@ class Mailbox:
         self._damaged: set[str] = set()  # objects that were said to be
         self._suspect = -1  # a round whose weights looked damaged once
         self._again_after_s = -1e9  # for a round that is written again
-        self._leases = Leases(rules.lease_s, clock)
+        self.lease = IslandLease(place, seat.order, seat.name, seat.session, rules.lease_s, clock)
         self._watch: RoundWatch | None = None
-        self._beat = 0
-        self._has_held = False  # whether the lease was this job's
-        self._sessions: dict[str, str] = {}  # of the jobs that hold leases, by island
         self._merge_after_s = -1e9  # behind a failure
         self._away_s: float | None = None  # since when the place cannot be reached
         self._failure: BaseException | None = None
@@ -334,64 +330,14 @@ class Mailbox:
             self._damaged.add(text)
             self.say(f"warning: in the mailbox, {text}: it is left out")
 
-    def _lease_name(self) -> str:
-        return f"{LEASES}/{self._seat.name}.json"
-
     # ---- the thread of the lease ---------------------------------------------------------------
 
     def _hold_lease(self) -> None:
         while not self._is_closing.is_set():
             with self._telling(), contextlib.suppress(OSError):  # the other thread says so
-                self.renew()
-            self._is_closing.wait(self._rules.lease_s / BEATS)
-        self.give_back()
-
-    def renew(self) -> None:
-        """Counts the lease up, and reads the others'. Raises LostLeaseError, and OSError."""
-        self._refuse_lost_lease()
-        beat = {"session": self.session, "beat": self._beat + 1}
-        self.place.put(self._lease_name(), records.sealed(beat))
-        self._has_held = True
-        self._read_leases()
-        self._beat += 1
-
-    def give_back(self) -> None:
-        """Removes the lease, unless it is another job's."""
-        name = self._lease_name()
-        with contextlib.suppress(OSError):
-            if self._session_in(self.place.read(name), name) == self.session:
-                self.place.remove([name])
-
-    def _refuse_lost_lease(self) -> None:
-        """Raises LostLeaseError where the lease was this job's, and is another one's."""
-        name = self._lease_name()
-        session = self._session_in(self.place.read(name), name)
-        self._has_held |= session == self.session
-        if self._has_held and session not in (None, self.session):
-            raise LostLeaseError(
-                f"island {self._seat.name}",
-                "is trained by another job by now",
-                found=f"the lease of another session in {name}",
-                fix="let the other job go on",
-            )
-
-    @staticmethod
-    def _session_in(content: bytes | None, name: str) -> str | None:
-        """The session that a lease names; None where it is gone or damaged."""
-        with contextlib.suppress(DamagedObjectError):
-            return str(records.opened(content or b"", name).get("session"))
-        return None
-
-    def _read_leases(self) -> None:
-        beats, sessions = {}, {}
-        for name in self.place.listed(LEASES):
-            island = name.removeprefix(f"{LEASES}/").removesuffix(".json")
-            if island in self._seat.order and (content := self.place.read(name)):
-                beats[island] = content
-                if session := self._session_in(content, name):
-                    sessions[island] = session
-        self._leases.take(beats)
-        self._sessions = sessions
+                self.lease.renew()
+            self._is_closing.wait(self.lease.pause_s)
+        self.lease.give_back()
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -416,7 +362,7 @@ class Mailbox:
                 file=f"{stem}.bin",
                 index=index,
             )
-            self._refuse_lost_lease()  # a long transfer is behind
+            self.lease.refuse_lost()  # a long transfer is behind
             self.place.put(f"{stem}.json", sent.to_bytes())
             with self._changed:
                 self._posted = self._letters.pop(0)
@@ -541,9 +487,9 @@ class Mailbox:
             for name, sent in self._sent.items()
             if sent.round != number or name.removeprefix(f"{folder}/") in sizes
         }
-        for own in sorted(sizes):
-            name = f"{folder}/{own}"
-            if not own.endswith(".json") or own == MERGED or name in self._sent:
+        for file in sorted(sizes):
+            name = f"{folder}/{file}"
+            if not file.endswith(".json") or file == MERGED or name in self._sent:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 try:
@@ -564,14 +510,17 @@ class Mailbox:
     def sent_to(self, number: int) -> dict[str, list[Sent]]:
         """The parts that islands have sent to a round, by name.
 
-        Of several jobs of an island the one with its lease counts, and then the one that is ahead.
+        An island may have several jobs: the one with its lease counts, then the one that is ahead.
         """
         sessions: dict[tuple[str, str], list[Sent]] = {}
         for sent in self._sent.values():
             if sent.round == number and sent.island in self._seat.order:
                 sessions.setdefault((sent.island, sent.session), []).append(sent)
         found: dict[str, list[Sent]] = {}
-        rank = lambda sent: (sent.session == self._sessions.get(sent.island), sent.progress.step)
+        rank = lambda sent: (
+            sent.session == self.lease.sessions.get(sent.island),
+            sent.progress.step,
+        )
         for (island, _), parts in sessions.items():
             is_first = island not in found or rank(parts[0]) > rank(found[island][0])
             if is_first and records.are_whole(parts):
@@ -596,7 +545,7 @@ class Mailbox:
     # ---- merging -------------------------------------------------------------------------------
 
     def _merge_if_due(self, rounds: Mapping[int, Mapping[str, int]]) -> bool:
-        if not self._beat or self._clock() < self._merge_after_s:  # who lives is not known yet
+        if not self.lease.beat or self._clock() < self._merge_after_s:  # who lives is not known yet
             return False
         number = self._newest.round + 1 if self._newest else 0
         sent = self.sent_to(number)
@@ -611,7 +560,7 @@ class Mailbox:
                 lease_s=self._rules.lease_s,
                 clock=self._clock,
             )
-        live = self._leases.live() | {self._seat.name}
+        live = self.lease.leases.live() | {self._seat.name}
         if not self._watch.is_mine(sent, live):
             return False
         order = [name for name in self._seat.order if name in sent]

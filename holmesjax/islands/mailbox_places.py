@@ -80,7 +80,7 @@ class Folder:
     def listed(self, name: str) -> dict[str, int]:
         found = {}
         for folder, _, names in os.walk(self._path / name):
-            for path in (Path(folder, own) for own in names):
+            for path in (Path(folder, file) for file in names):
                 with contextlib.suppress(FileNotFoundError):  # somebody has just removed it
                     if not path.match(TEMPORARY):
                         found[path.relative_to(self._path).as_posix()] = path.stat().st_size

@@ -8,7 +8,7 @@ one stage of one. The arrays go through a transport as boundaries do.
 A meeting has three parts: islands send (`send`), owners sum and send (`merge`), and islands take
 the global weights (`land`). Steps may lie between, while arrays come in the background.
 
-Where a codec rounds, differences cross in place of weights. Each island adds what comes back to the
+Differences cross in place of weights where a codec rounds. Each island adds what comes back to the
 global weights that it knows, as the owner does, so that all have the same bits.
 """
 

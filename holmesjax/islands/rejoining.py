@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,8 @@ def refuse_older(place: Counted, landed: int) -> None:
     """
     if landed < 0:
         return
-    try:
+    with _reading():
         last = newest(place)
-    except (OSError, DamagedObjectError) as error:
-        raise _unread(error) from None
     if last is None or last.round < landed:
         raise HolmesError(
             "parallel.mailbox",
@@ -126,7 +124,7 @@ def own_sent(place: Counted, own: PlaceConfig) -> tuple[int, IslandProgress] | N
 
     Raises HolmesError where the mailbox cannot be read.
     """
-    try:
+    with _reading():
         last = newest(place)
         number = last.round + 1 if last else 0
         folder = records.round_folder(number)
@@ -140,17 +138,20 @@ def own_sent(place: Counted, own: PlaceConfig) -> tuple[int, IslandProgress] | N
                 if content is not None:
                     sent = Sent.from_bytes(content, name)
                     sessions.setdefault(sent.session, []).append(sent)
-    except (OSError, DamagedObjectError) as error:
-        raise _unread(error) from None
     whole = [parts[0].progress for parts in sessions.values() if records.are_whole(parts)]
     return (number, max(whole, key=lambda progress: progress.step)) if whole and number else None
 
 
-def _unread(error: OSError | DamagedObjectError) -> Exception:
-    if isinstance(error, OSError):
-        return of_system(error)
-    fix = "put it back, or remove it: then its round is merged again, of what islands have sent"
-    return HolmesError("the mailbox", "has a damaged object", found=error, fix=fix)
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Raises HolmesError for what cannot be read in the mailbox, or is damaged."""
+    try:
+        yield
+    except OSError as error:
+        raise of_system(error) from None
+    except DamagedObjectError as error:
+        fix = "put it back, or remove it: then its round is merged again, of what islands have sent"
+        raise HolmesError("the mailbox", "has a damaged object", found=error, fix=fix) from None
 
 
 def go_on(start: Start, say: Callable[[str], object]) -> Start | None:
@@ -166,10 +167,8 @@ def go_on(start: Start, say: Callable[[str], object]) -> Start | None:
     if place is None:
         return start
     box = place_of(config)
-    try:
+    with _reading():
         last = newest(box)
-    except (OSError, DamagedObjectError) as error:
-        raise _unread(error) from None
     known = last.known.get(place.name) if last else None
     sent = own_sent(box, place)
     taken = max(known.sequences if known else 0, sent[1].sequences if sent else 0)

@@ -1,6 +1,6 @@
 """The job of one island that waits for nobody: its machines, its part of the batch, its folder.
 
-Of a run with K islands, each island takes batches of a K-th. How many steps it takes is not known
+Each island of a run with K takes batches of a K-th. How many steps it takes is not known
 before, since all together train the tokens of the run: it is the most, as if it trained alone.
 """
 
@@ -76,7 +76,7 @@ def _whole(mailbox: str) -> str:
 def refuse_no_island(config: Config, topology: Topology) -> None:
     """Raises PlanError where a job is of no island, and the islands are jobs of their own."""
     if config.parallel.is_mailbox and config.parallel.place is None:
-        names = [name_of(own) for own in clusters_of(config, topology)]
+        names = [name_of(clusters) for clusters in clusters_of(config, topology)]
         raise PlanError(
             "parallel.island",
             "must name the island that this job trains: each is a job of its own",

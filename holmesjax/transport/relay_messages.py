@@ -25,8 +25,8 @@ Role = Literal["listen", "call", "take"]
 class RelayHello(Record):
     """The hello of a caller of the relay; it holds a name, or a ticket in order to take a call.
 
-    Of two that listen by one name, such as a process and the one that follows it, the younger is
-    called: `born_s` is when it began, in seconds since 1970.
+    The younger is called of two that listen by one name, such as a process and the one that follows
+    it: `born_s` is when it began, in seconds since 1970.
     """
 
     kind = "relay call"

@@ -60,7 +60,7 @@ class Island:
         if self.clock.now_s - self.beat_s >= 1.0:
             self.beat_s = self.clock.now_s
             with contextlib.suppress(OSError):  # as its thread does
-                self.box.renew()
+                self.box.lease.renew()
         self.box.turn()
 
     def take(self, number):
@@ -202,7 +202,7 @@ def test_two_mergers_at_once_leave_one_result(make, tmp_path):
             assert "merged.json" in names()[1]
         real_put(name, content, replaces=replaces)
 
-    one.box._leases.take({"b": "lives"})
+    one.box.lease.leases.take({"b": "lives"})
     two.box.place.put = put
     two.turn(later_s=20.0)
     for island in (one, two):
@@ -284,16 +284,16 @@ def test_of_two_jobs_of_an_island_the_one_with_the_lease_counts(make):
     again.send(1, seed=3, step=20)
     again.turn()
     assert one.box.sent_to(1) == {}
-    one.box._leases.take({"b": "lives"})
+    one.box.lease.leases.take({"b": "lives"})
     one.turn(later_s=2.0)
     [part] = one.box.sent_to(1)["b"]
     assert (part.session, part.progress.step) == (again.box.session, 20)
     two.send(1, seed=4, step=41)
     with pytest.raises(LostLeaseError):
         two.box.turn()
-    two.box.give_back()
+    two.box.lease.give_back()
     assert two.box.place.read("leases/b.json")
-    again.box.give_back()
+    again.box.lease.give_back()
     assert not two.box.place.read("leases/b.json")
 
 
@@ -426,7 +426,7 @@ def test_a_lease_lives_while_a_transfer_is_long_and_ends_with_its_job(make):
     one.box.place.put_file = lambda *args: is_over.wait(60.0) and put_file(*args)
     one.box.start(IslandProgress(0, 0, 0, 0), arrays(0).items)
     end_s = time.monotonic() + 60.0
-    while one.box._beat < 5:
+    while one.box.lease.beat < 5:
         assert time.monotonic() < end_s
         time.sleep(0.01)
     assert one.box.place.read("leases/a.json")
