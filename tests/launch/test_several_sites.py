@@ -20,7 +20,7 @@ from tests.one_device import RTOL
 from tests.plain_losses import plain_losses
 
 PAGE = (CHECKOUT / "docs/several_sites.md").read_text()
-LAUNCHER, SITE = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+LAUNCHER, RELAY, SITE = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 CLUSTERS = {"a": (1, 1), "b": (1,)}
 NUMBERS = {"a": "0,1", "b": "2"}
 SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=6"]
