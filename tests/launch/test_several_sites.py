@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jsonschema
 import numpy as np
@@ -50,11 +51,14 @@ def start(tmp_path):
     srun.parent.mkdir()
     srun.write_text(SRUN.format(python=sys.executable))
     srun.chmod(0o755)
-    listen = free_listen()
+    listen, relay = free_listen(), free_listen()
     here = {
         "/shared/runs/llama.key": str(tmp_path / "llama.key"),
         "/shared/runs/llama": str(tmp_path / "run"),
         "RUN.yaml": " ".join([str(write_run(tmp_path, CLUSTERS)), *SETTINGS]),
+        "relay.example.org:7443": relay,
+        "0.0.0.0:7443": relay,
+        "relay.key": str(tmp_path / "relay.key"),
         ".venv/bin/python": sys.executable,
         "10.0.0.1:7000": listen,
         "sleep 5": "sleep 0.1",
@@ -79,9 +83,17 @@ def start(tmp_path):
 
 
 def test_each_site_starts_its_part_of_a_run(tmp_path, start):
-    launcher = start(LAUNCHER)
+    """Nobody can be called: what the sites and the launcher say goes through a relay."""
+    apart = "distributed.calls_out=[a,b] distributed.relay=relay.example.org:7443"
+    launcher = start(LAUNCHER.replace("RUN.yaml", f"RUN.yaml {apart}"))
+    key_at, deadline_s = tmp_path / "llama.key", time.monotonic() + HANG_S
+    while not key_at.exists() or not key_at.stat().st_size:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    start(RELAY, HOLMES_KEY_FILE=str(key_at))
+    site = SITE.replace("10.0.0.1:7000", "launcher@relay.example.org:7443")
     sites = [
-        start(SITE.replace("4,5,6,7,8,9", numbers), LOST=str(tmp_path / f"{name}.lost"))
+        start(site.replace("4,5,6,7,8,9", numbers), LOST=str(tmp_path / f"{name}.lost"))
         for name, numbers in NUMBERS.items()
     ]
     output = lambda: "".join(path.read_text() for path in sorted(tmp_path.glob("*.out")))
