@@ -199,7 +199,7 @@ def make_chunks(
             spike_rule=_spike_rule(config.train),
             has_statistics=config.log.statistics,
             places_experts=config.parallel.expert_placement == "load",
-            expert_chunks=config.parallel.expert_chunks,
+            expert_chunks=job.plan.stages[place.stage].expert_chunks,
             mask_documents=config.data.documents == "mask",
             restarts_positions=packs(config.data) and config.model.positions == "learned",
             kernels=config.kernels,

@@ -76,8 +76,8 @@ FILES = (
 )
 SHOWN = 12  # digits of a digest
 OUTER = ("rate", "momentum", "nesterov")  # of the rule of earlier versions
-# Settings of `parallel` that change the order of sums, and what a manifest without them has.
-OF_EXPERTS = {"expert_placement": "number", "expert_chunks": 1}
+# The setting of `parallel` that changes the order of sums and is not in the plan; its default.
+OF_EXPERTS = {"expert_placement": "number"}
 WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
 # By which a learning rate changes; the batches count for a schedule by tokens.
 RATE = (

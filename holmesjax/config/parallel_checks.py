@@ -161,7 +161,7 @@ def sequences_with_capacity_are_whole(
 
 def experts_cut_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
     expert, where = parallel.expert or 1, "parallel.expert"
-    for name, plain in (("expert_placement", "number"), ("expert_chunks", 1)):
+    for name, plain in (("expert_placement", "number"), ("expert_chunks", None)):
         value = getattr(parallel, name)
         if value != plain and model.experts is None:
             problem, fix = "is for a model with experts", "leave it out"

@@ -186,7 +186,7 @@ class ParallelConfig:
     # train.deterministic. number: by number.
     expert_placement: Literal["number", "load"] = "number"
     # Chunks of an exchange of tokens, of which one travels while another one's experts compute.
-    expert_chunks: NumChunks = 1
+    expert_chunks: NumChunks | None = None
     tensor: Count | None = None  # devices that share each matrix product
     microbatches: Count | None = None  # microbatches of a step
     schedule: Schedule | None = None  # order of forwards and backwards on each stage

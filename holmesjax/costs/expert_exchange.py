@@ -9,7 +9,7 @@
 import functools
 from collections.abc import Sequence
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kernels.expert_slots import SLOTS_PER_CHOICE, slots_of_each
 # Standard deviation of an expert's load, over the mean load. An assumption: no router of ours was
 # measured on data of its size.
 LOAD_VARIATION = 0.3
+CHUNKS = (1, 2, 4, 8)  # of an exchange, from which the planner chooses
 DRAWS = 32  # of routers, where experts are placed
 
 
@@ -122,7 +123,7 @@ _rounds = np.vectorize(_one_rounds, otypes=[float])
 
 
 def exchanged_bytes(
-    model: ModelConfig, stage: StageShape
+    model: ModelConfig, stage: StageShape, num_chunks: int
 ) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
     """Bytes of each array that a device exchanges in a round of a layer: forward, backward.
 
@@ -133,7 +134,7 @@ def exchanged_bytes(
     experts = model.experts
     assert experts is not None, "a model with experts has settings of them"
     num_tokens: Any = stage_tokens(model, stage)
-    shared = experts.active * num_tokens, stage.expert, stage.expert_chunks
+    shared = experts.active * num_tokens, stage.expert, num_chunks
     rows = stage.expert * slots_of_each(*shared)
     tokens = 1.0 * DTYPE_BYTES[stage.dtype] * sent_width(model) * rows
     return (8.0 * rows, tokens, tokens), (8.0 * rows, tokens, tokens, tokens, 4.0 * rows)
@@ -160,27 +161,38 @@ def round_s(sent_s: Numbers, products_s: Numbers, back_s: Numbers, num_chunks: i
     return end_s
 
 
+class ExchangeTimes(NamedTuple):
+    """Exchanges of tokens of all layers, in a microbatch."""
+
+    forward_s: Numbers
+    backward_s: Numbers
+    chunks: Sizes  # of each
+
+
 def exchange_s(
     model: ModelConfig,
     stage: StageShape,
     expert: Group | Groups | None,
     experts_s: Sequence[Numbers] = (0.0, 0.0),
-) -> tuple[Numbers, Numbers]:
-    """Seconds that exchanges of tokens over `expert` add to a microbatch: forward, backward.
+    *,
+    hides: bool = True,
+) -> ExchangeTimes:
+    """Seconds that exchanges of tokens over `expert` add to a microbatch.
 
     They may hide behind the products of experts, whose kernels they slow, where they have several
-    chunks. With `full` checkpointing the exchange of a forward runs again where something reads the
-    results of experts.
+    chunks: as many as the stage says, or as take the least time. With `full` checkpointing the
+    exchange of a forward runs again where something reads the results of experts.
 
     Args:
       model: the model's settings.
       stage: the shape of the stage.
       expert: the slowest group of devices that share experts.
       experts_s: of the products of experts in all layers, forward and backward.
+      hides: whether devices compute while they send; the virtual ones of a CPU do not.
     """
     of_policies = [item for item in stage.policies(model) if has_experts(item[1])]
     if not of_policies or model.experts is None:
-        return 0.0, 0.0
+        return ExchangeTimes(0.0, 0.0, 1)
     count = sum(count for count, _, _ in of_policies)
     again = sum(
         count
@@ -189,18 +201,46 @@ def exchange_s(
     )
     of_stage = stage_tokens(model, stage), stage.expert
     number = rounds(model.experts, *of_stage, is_placed=stage.places_experts)
-    chunks, added = stage.expert_chunks, []
-    for sizes, num_sent, products_s in zip(
-        exchanged_bytes(model, stage), (2, 3), experts_s, strict=True
-    ):
-        each_s = [collective_times.all_to_all_s(size / chunks, expert) for size in sizes]
-        sent_s, back_s = sum(each_s[:num_sent]), sum(each_s[num_sent:])
-        own_s = np.divide(products_s, count * number)  # of a round of a layer
-        hidden_s: Numbers = 0.0
-        if chunks > 1:
-            in_turn_s = chunks * (sent_s + back_s) + own_s
-            hidden_s = in_turn_s - round_s(sent_s, own_s / chunks, back_s, chunks)
-        exposed_s = chunks * (sent_s + back_s) - hidden_s
-        added.append(number * (exposed_s + (OVERLAP_SLOWDOWN - 1) * hidden_s))
-    forward_s, backward_s = added
-    return count * forward_s, count * backward_s + again * forward_s
+    products_s = [np.divide(seconds, count * number) for seconds in experts_s]  # of a round
+    options = CHUNKS if hides and np.any(np.greater(stage.expert, 1)) else CHUNKS[:1]
+    best: ExchangeTimes | None = None
+    for chunks in options if stage.expert_chunks is None else (stage.expert_chunks,):
+        there, back = exchanged_bytes(model, stage, chunks)
+        forward_s = count * number * _added_s(there, 2, expert, products_s[0], chunks, hides)
+        backward_s = count * number * _added_s(back, 3, expert, products_s[1], chunks, hides)
+        exchange = ExchangeTimes(forward_s, backward_s + again / count * forward_s, chunks)
+        best = exchange if best is None else _faster(best, exchange)
+    assert best is not None
+    return best
+
+
+def _faster(one: ExchangeTimes, other: ExchangeTimes) -> ExchangeTimes:
+    """The faster one of two; of arrays of them, where each is."""
+    is_other = other.forward_s + other.backward_s < one.forward_s + one.backward_s
+    return ExchangeTimes(*(np.where(is_other, *pair) for pair in zip(other, one, strict=True)))
+
+
+def _added_s(
+    sizes: Sequence[Numbers],
+    num_sent: int,
+    expert: Group | Groups | None,
+    products_s: Numbers,
+    num_chunks: int,
+    hides: bool,
+) -> Numbers:
+    """Seconds that the exchange of a round of a layer adds.
+
+    Args:
+      sizes: bytes of each array.
+      num_sent: of the arrays that go to the experts; the others come back.
+      expert, hides: those of `exchange_s`.
+      products_s: of the experts, in a round.
+      num_chunks: of the round.
+    """
+    each_s = [collective_times.all_to_all_s(size / num_chunks, expert) for size in sizes]
+    sent_s, back_s = sum(each_s[:num_sent]), sum(each_s[num_sent:])
+    all_s = num_chunks * (sent_s + back_s)
+    if num_chunks == 1 or not hides:
+        return all_s
+    hidden_s = all_s + products_s - round_s(sent_s, products_s / num_chunks, back_s, num_chunks)
+    return all_s - hidden_s + (OVERLAP_SLOWDOWN - 1) * hidden_s

@@ -38,7 +38,7 @@ class StageShape:
     context: Sizes = 1  # parts of each sequence; each part of the parameters has as many
     expert: Sizes = 1  # devices that share experts; they also cut other parameters and sequences
     places_experts: bool = False  # whether these have experts by their loads
-    expert_chunks: int = 1  # of an exchange between them
+    expert_chunks: int | None = None  # of an exchange between them; None: the fastest number
     sequences: Sizes  # in a microbatch, of which a device has some part each
     chunks: int  # runs of consecutive layers that it holds
     in_flight: float  # microbatches that wait: `tasks.max_in_flight`

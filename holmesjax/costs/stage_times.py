@@ -73,6 +73,7 @@ class StageTimes:
     backward_fsdp_s: Numbers
     forward_exchange_s: Numbers  # of a microbatch: tokens to experts and back over `expert`
     backward_exchange_s: Numbers
+    exchange_chunks: Sizes  # of each of these
     forward_context_s: Numbers  # of a microbatch: keys and values, and their gradients
     backward_context_s: Numbers
     reduce_s: Numbers  # of a step: summing gradients over `data`
@@ -483,6 +484,10 @@ def _context_s(
     return forward_s + moved_s, backward_s + moved_s
 
 
+def _are_cpus(devices: Sequence[DeviceKind]) -> bool:
+    return any(device.name == CPU for device in devices)
+
+
 def _reduce_s(
     model: ModelConfig,
     stage: StageShape,
@@ -496,8 +501,7 @@ def _reduce_s(
     if stage.reduction_dtype == "float32":
         return wide_s
     # Each device sums what all send it (`collectives.reduce_scatter`). XLA widens it on CPUs.
-    is_of_cpus = any(device.name == CPU for device in devices)
-    sent_bytes = DTYPE_BYTES["float32" if is_of_cpus else stage.reduction_dtype]
+    sent_bytes = DTYPE_BYTES["float32" if _are_cpus(devices) else stage.reduction_dtype]
     narrow_s = collective_times.all_to_all_s(sent_bytes * trained, data)
     # What `data` does not cut is sent in float32 in any case.
     is_cut = is_cut_by_data(model, stage)
@@ -556,7 +560,7 @@ def stage_times(
         forward_tensor_s = exposed_s(forward_tensor_s, forward_s, stage.tensor)
         backward_tensor_s = exposed_s(backward_tensor_s, backward_s, stage.tensor)
     forward_fsdp_s, backward_fsdp_s = _fsdp_s(model, stage, (fsdp, context, expert), implementation)
-    forward_exchange_s, backward_exchange_s = exchange_s(model, stage, expert, experts_s)
+    exchange = exchange_s(model, stage, expert, experts_s, hides=not _are_cpus(devices))
     forward_context_s, backward_context_s = _context_s(model, stage, context)
     reduce_s = _reduce_s(model, stage, devices, trained, data, implementation)
     gather_s = collective_times.all_gather_s(DTYPE_BYTES[stage.dtype] * trained, data)
@@ -572,8 +576,9 @@ def stage_times(
         backward_tensor_s=backward_tensor_s,
         forward_fsdp_s=forward_fsdp_s,
         backward_fsdp_s=backward_fsdp_s,
-        forward_exchange_s=forward_exchange_s,
-        backward_exchange_s=backward_exchange_s,
+        forward_exchange_s=exchange.forward_s,
+        backward_exchange_s=exchange.backward_s,
+        exchange_chunks=exchange.chunks,
         forward_context_s=forward_context_s,
         backward_context_s=backward_context_s,
         reduce_s=reduce_s,

@@ -15,7 +15,7 @@ from holmesjax.units import show
 NO_PINS = (
     *("across", "islands", "every", "outer", "fragments", "delay", "blend"),
     *("meet", "mailbox", "quorum", "grace_s", "island", "place"),
-    *("expert_placement", "expert_chunks"),
+    "expert_placement",
 )
 LEAST_SHARE = 0.0005  # of a step, to be worth a word
 WIDTH = 110  # of a line
@@ -45,6 +45,9 @@ def chosen(plan: Plan, name: str) -> Value | None:
         return getattr(plan, name)
     if name == "chunks":
         return plan.num_chunks
+    if name == "expert_chunks":
+        numbers = {stage.expert_chunks for stage in plan.stages}
+        return numbers.pop() if len(numbers) == 1 else None
     if name == "clusters":
         return tuple(stage.cluster for stage in plan.stages)
     if name in ("stages", "layers"):

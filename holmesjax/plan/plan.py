@@ -73,6 +73,7 @@ class StagePlan:
     seconds: dict[str, float]
     task_seconds: TaskSeconds | None = None  # predicted; None where nothing was
     sequence_parallel: bool = False  # whether `tensor` cuts sequences between products
+    expert_chunks: int = 1  # of an exchange of tokens between devices that share experts
     logit_bytes: int | None = None  # of float32 logits of a chunk of the loss; None: the least
 
     @property
@@ -294,6 +295,8 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     for stage in values["stages"]:
         if not stage["sequence_parallel"]:
             del stage["sequence_parallel"]
+        if stage["expert_chunks"] == 1:
+            del stage["expert_chunks"]
         if stage["logit_bytes"] is None:
             del stage["logit_bytes"]
     return values
@@ -563,6 +566,8 @@ def _details(stage: StagePlan) -> list[str]:
     """Mesh, memory and time of a stage."""
     axes = [f"{axis} {size} ({stage.fabrics[axis]})" for axis, size in stage.mesh.items()]
     cut = ", tensor also cuts sequences between products" * stage.sequence_parallel
+    if stage.expert_chunks > 1:
+        cut += f", tokens exchanged in {stage.expert_chunks} chunks"
     items = sorted(stage.memory_bytes.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
     total = show(sum(stage.memory_bytes.values()), "B")

@@ -60,6 +60,7 @@ def as_plan(
         blocks, again = stage_layers(problem, candidate, i)
         shape = problem.stage_costs.shape(slot.mesh, settings, role, blocks, in_flight, again)
         logit_bytes = _logit_bytes(problem, shape, problem.usable_bytes(slot.pool))
+        times = stage_seconds(problem, candidate, i)
         shape = dataclasses.replace(shape, logit_bytes=logit_bytes or shape.logit_bytes)
         items = memory.stage_memory_bytes(config.model, shape)
         sent_s = settings.microbatches * sends_s[i] + tables_s[i]
@@ -75,6 +76,7 @@ def as_plan(
                 seconds=parts[i] | {"boundary": sent_s},
                 task_seconds=_task_seconds(problem, candidate, i, ways_s[i]),
                 sequence_parallel=bool(slot.mesh.sequence_parallel),
+                expert_chunks=int(times.exchange_chunks),
                 logit_bytes=logit_bytes,
             )
         )

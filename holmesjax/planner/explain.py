@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmesjax.config import Config, ParallelConfig
+from holmesjax.costs.expert_exchange import CHUNKS
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
-from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.assembly import as_plan, stage_seconds
 from holmesjax.planner.layer_ranges import add, split_chunks
 from holmesjax.planner.planner import find, timed_again
 from holmesjax.planner.problem import Assignment, Problem, Segment
@@ -63,7 +64,6 @@ NUDGE = 0.99  # how fast a thing is made, of what it is, to see what the step lo
 LEAST_SHARE = 0.005  # of a step, to be named
 UPGRADE = 2.0  # how much faster a network is made
 NUM_SHUFFLES = 9  # of the nodes
-CHUNKS = (1, 2, 4, 8)  # of an exchange of tokens
 ENOUGH_MEMORY = 1e6  # times what there is: no limit
 
 
@@ -290,8 +290,10 @@ def _against(problem: Problem, chosen: Candidate, say: Saying) -> Iterator[Alter
     if any(slot.mesh.expert > 1 for slot in chosen.assignment.slots):
         say("experts placed otherwise")
         yield _with_setting(problem, chosen, "expert_placement", _other_placement(problem))
+        times = [stage_seconds(problem, chosen, i) for i in range(num_stages)]
+        chosen_chunks = {int(of_stage.exchange_chunks) for of_stage in times}
         for chunks in CHUNKS:
-            if chunks != problem.config.parallel.expert_chunks:
+            if chosen_chunks != {chunks}:
                 say(f"exchanges in {chunks} chunks")
                 yield _with_setting(problem, chosen, "expert_chunks", chunks)
 

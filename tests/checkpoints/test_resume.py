@@ -181,7 +181,8 @@ def test_where_experts_lay_is_told_where_it_changes(tmp_path):
     assert not resume.find(load(tmp_path, *by_load), (), print).changes
     again = load(tmp_path, *model, "parallel.expert_chunks=2")
     told = [str(change) for change in resume.find(again, (), print).changes]
-    assert told == ["parallel.expert_placement: load -> number", "parallel.expert_chunks: 1 -> 2"]
+    assert told[0] == "parallel.expert_placement: load -> number"
+    assert [change.partition(":")[0] for change in told[1:]] == ["plan"]  # which has the chunks
 
 
 @pytest.mark.parametrize("setting, said", TOLD.items())

@@ -9,7 +9,14 @@ import pytest
 from holmesjax.config import ExpertsConfig, ModelConfig
 from holmesjax.costs import expert_exchange
 from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN, Group, Groups, all_to_all_s
-from holmesjax.costs.expert_exchange import LOAD_VARIATION, exchange_s, peak_load, round_s, rounds
+from holmesjax.costs.expert_exchange import (
+    CHUNKS,
+    LOAD_VARIATION,
+    exchange_s,
+    peak_load,
+    round_s,
+    rounds,
+)
 from holmesjax.costs.expert_placement import greedy
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.topology.machines import DeviceKind, Link
@@ -81,9 +88,12 @@ def test_chunks_hide_an_exchange_behind_products_until_their_latencies_count(mon
     link = Link(fabric="nvlink", bandwidth_bytes_per_s=1e9, latency_s=1e-6)
     pair = Group(size=2, nodes=1, inside=link, between=None)
 
-    def seconds(chunks, products_s):
+    def exchange(chunks, products_s, **hides):
         stage = dataclasses.replace(shape_of(1, expert=2), expert_chunks=chunks)
-        return float(exchange_s(model, stage, pair, (products_s, products_s))[0])
+        return exchange_s(model, stage, pair, (products_s, products_s), **hides)
+
+    def seconds(chunks, products_s):
+        return float(exchange(chunks, products_s).forward_s)
 
     alone_s = seconds(1, 1.0)
     assert seconds(1, 0.0) == alone_s
@@ -94,6 +104,15 @@ def test_chunks_hide_an_exchange_behind_products_until_their_latencies_count(mon
         moved_s / 4 + start_s + (OVERLAP_SLOWDOWN - 1) * hidden_s, rel=0.02
     )
     assert seconds(4, 0.0) == pytest.approx(moved_s + 4 * start_s, rel=0.02)  # nothing to hide in
+    products_s = np.array([0.0, 1e-6, 1e-5, 1e-4, 1.0])
+    of_chunks = [exchange(chunks, products_s) for chunks in CHUNKS]
+    both_s = np.stack([each.forward_s + each.backward_s + 0 * products_s for each in of_chunks])
+    best = exchange(None, products_s)
+    np.testing.assert_array_equal(best.forward_s + best.backward_s, both_s.min(axis=0))
+    np.testing.assert_array_equal(best.chunks, np.take(CHUNKS, both_s.argmin(axis=0)))
+    assert set(best.chunks) == {1, 2}
+    assert exchange(None, 1.0, hides=False).chunks == 1
+    assert seconds(1, 1.0) < float(exchange(2, 1.0, hides=False).forward_s)
 
 
 def test_an_exchange_between_nodes_shares_their_links():
@@ -146,6 +165,6 @@ def test_what_devices_that_share_experts_compute_and_send_again(
     assert more("forward_s") == pytest.approx(0.0, abs=1e-6 * one_s)
     assert more("backward_s") == pytest.approx(products * one_s)
     assert more("weight_s") == pytest.approx(-3 * one_s)
-    once_s, back_s = exchange_s(model, shape_of(1, expert=2), pair)
+    once_s, back_s, _ = exchange_s(model, shape_of(1, expert=2), pair)
     assert shared.forward_exchange_s == once_s
     assert shared.backward_exchange_s == pytest.approx(back_s + exchanges * once_s)

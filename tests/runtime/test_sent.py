@@ -247,7 +247,7 @@ def test_experts_stay_where_they_are_and_tokens_go_to_them(checkpointing, norms,
     [programs] = compile_chunks([chunk])
     shape = shape_of(chunk)
     numbers = 4 * 3 * (latent_width or 32) * 24  # of all experts, of which a device has a half
-    exchanged = exchanged_bytes(model, shape)
+    exchanged = exchanged_bytes(model, shape, 1)
     gathered = gathered_parameters(model, shape)
     both, reduced = (Axis.FSDP, Axis.EXPERT), reduced_numbers(model, shape)
     for i, name in enumerate(("forward", "backward")):
