@@ -112,7 +112,7 @@ def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(
     turns = count_turns(monkeypatch, Attempt, "_ask_for_stacks")
     starting = [["status", "was starting JAX"], ["tell", "beat"]]
     scripts = {0: starting, 1: [*starting, ["exit", -signal.SIGSTOP]], 2: starting}
-    supervisor, _ = supervise(tmp_path, scripts, settings=["distributed.start_timeout_s=3"])
+    supervisor, _ = supervise(tmp_path, scripts, settings=["distributed.start_timeout_s=6"])
     with pytest.raises(PeerError, match="not ready to train") as error:
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)"
