@@ -130,12 +130,12 @@ class Job:
     def _has_gpus(self) -> bool:
         return set(self.device_kinds) != {CPU}
 
-    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Returns the variables that JAX reads; `own` is the user's environment.
+    def environment(self, user_env: Mapping[str, str]) -> dict[str, str]:
+        """Returns the variables that JAX reads; `user_env` is the user's environment.
 
         Raises ConfigError where that has something that cannot be.
         """
-        of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
+        of_user, deterministic = user_env.get("XLA_FLAGS", ""), self.config.train.deterministic
         waits = self.config.distributed
         ours = xla_flags.for_devices(
             self.device_kinds,
@@ -148,20 +148,20 @@ class Job:
                 f"remove {xla_flags.DETERMINISTIC} or the file from it, or set the setting to false"
             )
             raise ConfigError("XLA_FLAGS", problem, found=of_user, fix=fix)
-        flags, pool = xla_flags.joined(ours, of_user), self.pool(own)
+        flags, pool = xla_flags.joined(ours, of_user), self.pool(user_env)
         return {**({"XLA_FLAGS": flags} if flags else {}), **(pool.variables if pool else {})}
 
     def process_environment(
-        self, own: Mapping[str, str], pool: DevicePool | None = None
+        self, user_env: Mapping[str, str], pool: DevicePool | None = None
     ) -> dict[str, str]:
         """Returns these variables, and those that a memory allocator reads as a process starts.
 
         Args:
-          own: the user's environment.
-          pool: of each process, if several share a GPU. None: `own` says it.
+          user_env: the user's environment.
+          pool: of each process, if several share a GPU. None: `user_env` says it.
         """
-        allocator = process_variables.allocator_for(self.device_kinds, own)
-        return {**self.environment(own), **allocator, **(pool.variables if pool else {})}
+        allocator = process_variables.allocator_for(self.device_kinds, user_env)
+        return {**self.environment(user_env), **allocator, **(pool.variables if pool else {})}
 
     def node_to_measure(self, asked: str | None) -> Node:
         """The node that is named; without a name the first, if all have devices of one name."""

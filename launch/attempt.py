@@ -168,7 +168,7 @@ class Attempt:
             self._recorder = stack.enter_context(self._open_recorder())
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
             self._scrub = stack.enter_context(Scrub(self._job.run_dir, mb_per_s, print_line))
-            self._hub.on_damage = self._scrub.found
+            self._hub.on_damage = self._scrub.damaged
             self._saves = stack.enter_context(
                 JobSaves(
                     start,

@@ -33,7 +33,7 @@ from holmesjax.plan.outer_rule import kept_by, outer_step, owner_of
 from holmesjax.runtime import spikes
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, kept_leaves
 from holmesjax.runtime.expert_placement import with_places
-from holmesjax.runtime.outer_state import Outer, Own
+from holmesjax.runtime.outer_state import IslandArrays, Outer
 from holmesjax.runtime.weight_average import Average
 
 Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
@@ -120,7 +120,7 @@ def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
     kept = kept_by(island_states.rule(checkpoint))
     owned = {name: state.params for name in _owned_arrays(checkpoint)}
     wanted: dict[str, Any] = {"outer": owned} if owned else {}
-    of_island = Outer({}, None, own=Own(**dict.fromkeys(kept.own, state.params)))
+    of_island = Outer({}, None, own=IslandArrays(**dict.fromkeys(kept.own, state.params)))
     for k, _ in enumerate(island_states.written(checkpoint)):
         fixed = state.fixed if k else {}
         wanted[f"island_{k}"] = ChunkState(state.params, state.opt_state, fixed, outer=of_island)
@@ -204,7 +204,7 @@ def _kept_outer(
         return outer
     own = {"outer": {"own": dict.fromkeys(kept.own, shapes)}}
     own_arrays = _restore_tree(checkpoint, own, name_of)["outer"]["own"]
-    return dataclasses.replace(outer, own=Own(**own_arrays))
+    return dataclasses.replace(outer, own=IslandArrays(**own_arrays))
 
 
 def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:

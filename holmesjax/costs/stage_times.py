@@ -374,14 +374,14 @@ def _compute_s(
                 weight_s += count * layer.weight_s
                 experts_forward_s += count * layer.experts_forward_s
                 experts_backward_s += count * layer.experts_backward_s
-    ends = [kind for _, kind in stage.kinds(model) if kind.place != "middle"]
+    ends = [kind for _, kind in stage.counted_kinds(model) if kind.place != "middle"]
     ends_s = [_end_s(model, kind, stage, device) for kind in ends]
     head_s = [sum(end_s[i] for end_s in ends_s) for i in range(3)]
     rows_s, trained_rows_s = (
         device.memory_s(
             sum(
                 count * work.looked_up_bytes(kind, num_tokens, stage.dtype, trains=trains)
-                for count, kind in stage.kinds(model)
+                for count, kind in stage.counted_kinds(model)
             )
         )
         for trains in (False, True)
@@ -468,7 +468,7 @@ def _context_s(
     num_tokens = stage_tokens(model, stage)
     forward_s: Numbers = 0.0
     backward_s: Numbers = 0.0
-    for count, kind in stage.kinds(model):
+    for count, kind in stage.counted_kinds(model):
         if kind.attention is not None:
             # First as if the parts of all other devices came, then as many as the window needs.
             sent = stage.context * num_tokens * work.key_value_numbers(kind, stage.tensor)

@@ -134,7 +134,7 @@ def addresses_by_fabric(
             given = _FABRICS.validate_json(text)
         except ValueError:
             raise _senseless(env, "HOLMES_ADDRESSES", what) from None
-        return {fabric: [*map(addresses.canonical, own)] for fabric, own in given.items()}
+        return {fabric: [*map(addresses.canonical, hosts)] for fabric, hosts in given.items()}
     host = find_host()
     found = discovery.addresses(host)
     if set(found) == {"local"}:

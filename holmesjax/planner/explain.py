@@ -29,11 +29,11 @@ from holmesjax.plan import pins, plan as plans
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan, stage_seconds
-from holmesjax.planner.layer_ranges import add, split_chunks
+from holmesjax.planner.layer_ranges import split_chunks, sum_counts
 from holmesjax.planner.planner import find, timed_again
 from holmesjax.planner.problem import Assignment, Problem, Segment
 from holmesjax.planner.recomputation import with_fewest
-from holmesjax.planner.search import Found
+from holmesjax.planner.search import SearchResult
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently
 from holmesjax.planner.shortlist import step_settings
 from holmesjax.planner.stage_costs import StageCosts
@@ -198,7 +198,7 @@ def _pipeline(problem: Problem, candidate: Candidate) -> str:
         if len(own) > 3:
             held = f"{sum(own)} in {len(own)} stages"
         if len(kinds) > 1:
-            counts = add([*itertools.chain(*itertools.islice(chunks, segment.num_stages))])
+            counts = sum_counts([*itertools.chain(*itertools.islice(chunks, segment.num_stages))])
             pairs = zip(kinds, counts, strict=True)
             held += f": {plans.of_kinds(kind.name for kind, n in pairs for _ in range(n))}"
         mesh = " x ".join(f"{axis} {size}" for axis, size in segment.mesh.sizes.items() if size > 1)
@@ -438,7 +438,7 @@ def _as_it_is(what: str, problem: Problem, chosen: Candidate) -> Alternative:
     return Alternative(what=what, step_s=chosen.step_s, dollars=_dollars(problem, chosen))
 
 
-def _upgrades(problem: Problem, found: Found, say: Saying) -> Iterator[Alternative]:
+def _upgrades(problem: Problem, found: SearchResult, say: Saying) -> Iterator[Alternative]:
     for what, changed in _upgraded(problem.topology):
         say(what)
         options = [_as_it_is(what, problem, found.best[0])]  # what is better need not be used

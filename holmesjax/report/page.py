@@ -389,10 +389,10 @@ def _experts_section(records: History) -> list[_Section]:
     rows = [
         (
             f"{step:,}",
-            ", ".join(f"{name}: {load:.3g}" for name, load in found.items())
+            ", ".join(f"{name}: {load:.3g}" for name, load in loads.items())
             + (f" and {more:,} more" if more else ""),
         )
-        for step, (found, more) in reversed(records.expert_alarms.items())
+        for step, (loads, more) in reversed(records.expert_alarms.items())
     ]
     tables = [_Table(("Alarm at step", "Experts, and their loads over the mean"), rows)]
     picture = _picture("experts", figures.expert_loads(record[expert_alarm.LOADS]))

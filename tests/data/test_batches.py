@@ -146,7 +146,7 @@ def test_targets_that_do_not_count_are_below_zero_and_counted_over_the_whole_bat
 
 
 def files(config):
-    return {file.name: file.path for file in document_formats.found(config).files}
+    return {file.name: file.path for file in document_formats.corpus_of(config).files}
 
 
 def test_the_standard_library_is_there_and_split_by_file():

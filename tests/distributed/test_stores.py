@@ -256,7 +256,7 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     with hub_of(home) as (hub, join):
         store, damaged = join(far, 1), []
         hub.on_damage = damaged.append
-        store.scrub(None).found(4)
+        store.scrub(None).damaged(4)
         lost = SimpleNamespace(send=lambda data: None)  # an answer that never comes
         store._answer(lost, Keep(steps=[4, 6], last=6, dropped=[]))
         for _ in range(2):

@@ -209,9 +209,9 @@ def test_a_delay_that_leaves_too_little_room_is_compared_by_its_plan(monkeypatch
         for delay in (0, 200)
     ]
     costs = [
-        across.meeting_cost(dataclasses.replace(config, parallel=own), topology,
-                            own.islands, plan.step_time_s)
-        for own in settings
+        across.meeting_cost(dataclasses.replace(config, parallel=parallel), topology,
+                            parallel.islands, plan.step_time_s)
+        for parallel in settings
     ]  # fmt: skip
     assert costs[0].exposed_s > costs[1].exposed_s * 2  # else the delay has nothing to hide
     found, _ = across._with_meetings(config, topology, None, USABLE_MEMORY, settings)
