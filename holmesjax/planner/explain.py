@@ -25,7 +25,7 @@ from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs.expert_exchange import CHUNKS
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs import distinct_kinds
-from holmesjax.plan import pins, plan as plans
+from holmesjax.plan import pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan, stage_seconds
@@ -200,7 +200,8 @@ def _pipeline(problem: Problem, candidate: Candidate) -> str:
         if len(kinds) > 1:
             counts = sum_counts([*itertools.chain(*itertools.islice(chunks, segment.num_stages))])
             pairs = zip(kinds, counts, strict=True)
-            held += f": {plans.of_kinds(kind.name for kind, n in pairs for _ in range(n))}"
+            names = (kind.name for kind, n in pairs for _ in range(n))
+            held += f": {plan_description.of_kinds(names)}"
         mesh = " x ".join(f"{axis} {size}" for axis, size in segment.mesh.sizes.items() if size > 1)
         mesh += ", sequences cut" * segment.mesh.sequence_parallel
         texts.append(f"{problem.pools[segment.pool].cluster.name} {held} ({mesh or 'one device'})")

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from holmesjax import config as configs
+from holmesjax import config as configs, job_description, job_files
 from holmesjax.config import Config
 from holmesjax.errors import REQUEUE, ConfigError, FatalError, HolmesError
 from holmesjax.files import places
@@ -65,10 +65,10 @@ def write(
     options = read_options(KubernetesOptions, options_file, job.topology, check)
     name = _label(job.run_dir.absolute().name)
     pool = job.pool({**os.environ, **options.env})
-    print(*job.describe(pool), sep="\n", flush=True)
+    print(*job_description.describe(job, pool), sep="\n", flush=True)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
     with Lease(job.run_dir):
-        job.save()
+        job_files.save(job)
         objects = manifest(
             job, options, name=name, max_restarts=max_restarts, allow=allow, pool=pool
         )

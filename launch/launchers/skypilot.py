@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from holmesjax import job_description
 from holmesjax.errors import ConfigError
 from holmesjax.files import places
 from holmesjax.job import Job
@@ -102,7 +103,7 @@ def for_job(job: Job, options: LauncherOptions) -> int:
     check = skypilot_options.mistakes
     file = read_options(SkyPilotOptions, options.options, job.topology, check)
     pool = job.pool({**os.environ, **file.env})
-    print(*job.describe(pool), sep="\n", flush=True)
+    print(*job_description.describe(job, pool), sep="\n", flush=True)
     folder, key = job.run_dir.absolute() / FOLDER, job.run_dir.absolute() / KEY
     texts = {
         name: yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=100)

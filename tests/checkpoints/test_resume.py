@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import pytest
 
-from holmesjax import job as jobs
+from holmesjax import job as jobs, job_files
 from holmesjax.checkpoints import committing, manifest, resume
 from holmesjax.errors import REQUEUE, CheckpointError, ConfigError, LostDataError
 from holmesjax.hosts import computing
@@ -38,7 +38,7 @@ def train(folder, clusters, *settings, name="run", **options):
 def checkpoint(job, *, steps):
     """Goes on from what there is to a checkpoint without arrays."""
     start = resume.find(job, (), print)
-    job.save(start.step)
+    job_files.save(job, start.step)
     manifest.begin(job.run_dir, steps)
     committing.commit(start, steps, {}, {}, data=DATA)
     return start
@@ -105,7 +105,7 @@ def test_another_tokenizer_is_refused_and_the_folder_keeps_its_own(tmp_path):
     start = checkpoint(load(tmp_path, f"data.tokenizer={own}"), steps=20)
     assert start.step == 10
     start = resume.find(load(tmp_path, f"data.tokenizer={paths[1]}"), "data.tokenizer", print)
-    start.job.save(start.step)
+    job_files.save(start.job, start.step)
     assert (own / "tokenizer.model").read_text() == "two.model"
     assert (own.with_name("tokenizer.000020") / "tokenizer.model").read_text() == "one.model"
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from holmesjax.plan.plan import Plan, describe
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan_description import describe
 from holmesjax.planner.explain import explain
 from holmesjax.planner.mesh_order import place
 from holmesjax.planner.planner import make_plan
