@@ -21,7 +21,7 @@ PLANS = (
     ),
     Bug(
         name="gradients-of-shared-experts-put-off",
-        module="holmesjax.costs.stage_times",
+        module="holmesjax.costs.layer_times",
         old="weight_s -= device.products_s(put_off, stage.dtype)",
         new="weight_s -= 0.0 * device.products_s(put_off, stage.dtype)",
         wrong="a split backward counts as putting off the gradients of experts that devices share",
