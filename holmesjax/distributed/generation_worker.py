@@ -13,7 +13,7 @@ from holmesjax.generation.sampler import Sampler, cache_length, tokenizer_of
 from holmesjax.generation.sampling import Sampling
 from holmesjax.generation.stage_decoder import StageDecoder, crossings, lengths
 from holmesjax.layer_specs.model_layers import EMBED
-from holmesjax.transport.rendezvous import Ports
+from holmesjax.transport.ports import Ports
 from holmesjax.transport.tcp import TcpTransport
 
 

@@ -78,9 +78,10 @@ from holmesjax.training_loop import Runner, TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
 from holmesjax.transport import addresses, connections
 from holmesjax.transport.crossings import Crossing
+from holmesjax.transport.ports import Book, Ports, nic
 from holmesjax.transport.records import Record
 from holmesjax.transport.relayed import RelayPlace
-from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
+from holmesjax.transport.rendezvous import Rendezvous
 from holmesjax.transport.tcp import LinkLoss, TcpTransport, Timeouts
 
 
