@@ -43,8 +43,9 @@ from holmesjax.islands.landing import (
     with_standing,
     with_updates,
 )
-from holmesjax.islands.mailbox import Arrived, Mailbox, MailboxSeat, News
+from holmesjax.islands.mailbox import Arrived, Mailbox, News
 from holmesjax.islands.mailbox_records import IslandProgress, Merged
+from holmesjax.islands.mailbox_seat import MailboxSeat
 from holmesjax.islands.meeting import Arrays, with_weights
 from holmesjax.islands.rejoining import open_mailbox
 from holmesjax.islands.runner import Island, IslandsInputs, IslandsRunner

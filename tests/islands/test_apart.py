@@ -21,9 +21,10 @@ from holmesjax.errors import HolmesError, PeerError
 from holmesjax.islands import apart
 from holmesjax.islands.apart import ApartPlacer, IslandApart, _Sent
 from holmesjax.islands.landing import RoundStanding
-from holmesjax.islands.mailbox import Arrived, Mailbox, MailboxSeat, Rules
+from holmesjax.islands.mailbox import Arrived, Mailbox
 from holmesjax.islands.mailbox_places import Counted, Folder
 from holmesjax.islands.mailbox_records import IslandProgress, Merged
+from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
 from holmesjax.planner.island_alone import alone
 from holmesjax.report import island_rounds, page
 from holmesjax.runtime.prefetch import Inputs, Step
