@@ -56,7 +56,7 @@ def test_every_run_file_can_be_planned_and_its_header_is_a_claim(path):
         )
     else:
         loaded = job.load(path)
-    assert len(loaded.describe()) <= 30
+    assert len(job_description.describe(loaded)) <= 30
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     text = " ".join(line.removeprefix("#").strip() for line in header)
     name = path.relative_to(CHECKOUT).as_posix()

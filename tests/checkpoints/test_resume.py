@@ -311,19 +311,21 @@ def files(folder):
 def test_earlier_files_stay_where_they_say_something_else(folder):
     kept = (folder / "run/config.yaml").read_text()
     own = ["config.yaml", "plan.yaml", "topology.yaml"]
-    jobs.load(folder / "run").save(10)  # by way of the run folder, as most resume
+    job_files.save(jobs.load(folder / "run"), 10)  # by way of the run folder, as most resume
     assert files(folder) == own
-    load(folder, "optimizer.beta2=0.9").save(10)
+    job_files.save(load(folder, "optimizer.beta2=0.9"), 10)
     assert files(folder) == sorted([*own, "config.000010.yaml"])
     assert (folder / "run/config.000010.yaml").read_text() != kept  # it names another folder
     assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
-    load(folder, "optimizer.beta2=0.8").save(10)  # no step was kept that was made with 0.9
+    job_files.save(
+        load(folder, "optimizer.beta2=0.8"), 10
+    )  # no step was kept that was made with 0.9
     assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
-    undo = load(folder, "parallel.microbatches=4").save(12)
+    undo = job_files.save(load(folder, "parallel.microbatches=4"), 12)
     undo()  # the start was refused
     assert files(folder) == sorted([*own, "config.000010.yaml"])
     assert jobs.load(folder / "run").config.optimizer.beta2 == 0.8
-    load(folder, "parallel.microbatches=4").save(12)
+    job_files.save(load(folder, "parallel.microbatches=4"), 12)
     added = ["config.000010.yaml", "config.000012.yaml", "plan.000012.yaml"]
     assert files(folder) == sorted([*own, *added])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from holmesjax import Trainer, job
+from holmesjax import Trainer, job, job_description
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.restoring import flatten
 from holmesjax.config import OuterConfig, PlaceConfig
@@ -304,7 +304,7 @@ def test_the_job_of_an_island_has_its_part(tmp_path):
     assert part.config.run.dir.endswith("/roce")
     assert part.config.parallel.mailbox == os.path.abspath(f"{whole.config.run.dir}/mailbox")
     assert alone(part.config, part.topology) == (part.config, part.topology)
-    lines = "\n".join(part.describe())
+    lines = "\n".join(job_description.describe(part))
     assert "in a round each sends" in lines
     assert "who merges sends" in lines
 

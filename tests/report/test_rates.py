@@ -46,7 +46,7 @@ def test_a_rehearsal_has_a_predicted_mfu_and_none_that_is_measured(tmp_path):
     ]
     cpu = load(tmp_path)  # whose peak is a guess
     assert cpu.peak_step_s is None
-    assert "MFU" not in "".join(cpu.describe())
+    assert "MFU" not in "".join(job_description.describe(cpu))
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
@@ -76,7 +76,7 @@ def test_the_header_says_when_a_warmup_by_tokens_ends(tmp_path):
     settings = ["optimizer.schedule_by=tokens", "optimizer.warmup_steps=0"]
     settings += ["optimizer.warmup_tokens=600", "train.rampup=[{steps: 3, global_batch: 4}]"]
     line = "schedule    cosine by tokens: warm-up 600 (4 steps), 2,176 in all"  # 3 * 128 + 256
-    assert line in load(tmp_path, *settings).describe()
+    assert line in job_description.describe(load(tmp_path, *settings))
 
 
 def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(
