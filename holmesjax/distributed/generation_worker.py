@@ -31,7 +31,7 @@ class Generator(Worker):
         mesh = self._join(start)
         member.send(Up())
         texts = member.wait_for(Texts)
-        found = self._saved(start.resume)
+        found = self._files.saved(start.resume)
         assert found is not None, "the launcher has seen it"
         model = ModelConfig(**found.settings["model"])
         transport = self._transport(found, model, texts, mesh, ports)
