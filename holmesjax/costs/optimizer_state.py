@@ -186,7 +186,7 @@ def _repeated_scales(parameter: Parameter, stage: StageShape) -> Numbers:
     """Scales on each device of an array in int8, without its share of all scales.
 
     Devices between which the last dim does not lie in whole blocks all hold its scales
-    (`ops.moment_spec`). Dims are cut as `sharding.master_spec` cuts them.
+    (`update_ops.moment_spec`). Dims are cut as `sharding.master_spec` cuts them.
 
     With 2 scales for each row of 128, on 4 devices of `fsdp`:
       >>> model = ModelConfig(
