@@ -1,4 +1,8 @@
-"""Parameters that are kept in bfloat16: each step rounds them as NumPy does, on any plan."""
+"""Parameters that are kept in bfloat16: each step rounds them as NumPy does, on any plan.
+
+The oracle rounds in NumPy, and numbers that were rounded otherwise are counted. So this is no row
+of `tests/whole_steps.py`, whose steps on one device are compared by the norms of arrays.
+"""
 
 import dataclasses
 import functools
