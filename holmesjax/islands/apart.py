@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from holmesjax.checkpoints import skipped_data
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import Config, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import of_system

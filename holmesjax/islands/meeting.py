@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from holmesjax.checkpoints import digests
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.islands.agreement import Digests, compare
 from holmesjax.islands.crossings import again, from_owner, link, to_owner, ways_of

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from holmesjax import Trainer, job, job_description
 from holmesjax.checkpoints import manifest
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import HolmesError, PeerError

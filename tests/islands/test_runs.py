@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from holmesjax import Trainer, job, job_description
-from holmesjax.checkpoints import island_states, manifest, restoring
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints import island_states, manifest, reading
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer, IslandsRunner
@@ -181,7 +181,7 @@ def arrays_of(run_dir, step):
     checkpoint = manifest.at(manifest.folder_of(run_dir, step))
     shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
     shapes = {name: shape(facts) for name, facts in checkpoint.manifest["arrays"].items()}
-    return restoring._restore_tree(checkpoint, shapes)
+    return reading.read_tree(checkpoint, shapes)
 
 
 @pytest.mark.parametrize("odd", [None, "island_0.params.a", "island_1.params.b"])
