@@ -140,6 +140,7 @@ WITHOUT_JAX = [
     "holmesjax.checkpoints.fetching",
     "holmesjax.checkpoints.manifest",
     "holmesjax.checkpoints.mirror",
+    "holmesjax.checkpoints.changed_settings",
     "holmesjax.checkpoints.resume",
     "holmesjax.checkpoints.retention",
     "holmesjax.checkpoints.committing",

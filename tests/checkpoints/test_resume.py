@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holmesjax import job as jobs, job_files
-from holmesjax.checkpoints import committing, manifest, resume
+from holmesjax.checkpoints import changed_settings, committing, manifest, resume
 from holmesjax.errors import REQUEUE, CheckpointError, ConfigError, LostDataError
 from holmesjax.hosts import computing
 from holmesjax.optimizers.learning_rates import learning_rate
@@ -134,7 +134,7 @@ def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, mon
 def test_blocks_that_fp8_excludes_are_of_the_model(tmp_path):
     """Earlier versions excluded none."""
     job = load(tmp_path, "model.fp8={}")
-    assert resume.settings(job)["model"]["fp8"] == {"scaling": "delayed", "history": 16}
+    assert changed_settings.settings(job)["model"]["fp8"] == {"scaling": "delayed", "history": 16}
     checkpoint(job, steps=10)
     assert not resume.find(job, (), print).changes
     with pytest.raises(CheckpointError, match="is of another model"):
