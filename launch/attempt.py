@@ -60,7 +60,7 @@ from holmesjax.plan.processes import Process, node_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, key_files
 from holmesjax.transport.relayed import RelayPlace
 from launch.failure_causes import LOOK_S, NEWS_S, events_of, find_cause, is_failure
 from launch.failure_messages import (
@@ -202,9 +202,7 @@ class Attempt:
 
     def _open_controller(self) -> Controller:
         """Listens for the processes."""
-        read_or_make = (
-            connections.read_key_file if self._given_key_file else connections.make_key_file
-        )
+        read_or_make = key_files.read_key_file if self._given_key_file else key_files.make_key_file
         return Controller(
             self._processes,
             address=self._launcher.address,

@@ -91,6 +91,7 @@ WITHOUT_JAX = [
     "holmesjax.transport.frame_timing",
     "holmesjax.transport.frames",
     "holmesjax.transport.handshake",
+    "holmesjax.transport.key_files",
     "holmesjax.transport.heartbeats",
     "holmesjax.transport.outbox",
     "holmesjax.transport.socket_buffers",

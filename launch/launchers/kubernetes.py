@@ -23,7 +23,7 @@ from holmesjax.files import places
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan.device_pool import DevicePool
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.launchers import kubernetes_options
 from launch.launchers.components import Component, make_components, read_options
 from launch.launchers.kubernetes_options import (
@@ -73,7 +73,7 @@ def write(
             job, options, name=name, max_restarts=max_restarts, allow=allow, pool=pool
         )
         path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
-        connections.make_key_file(key)
+        key_files.make_key_file(key)
     kubectl = f"kubectl --namespace {options.namespace}"
     print(f"written     {path}")
     print("start it, on a cluster with JobSet installed:")

@@ -21,7 +21,7 @@ from holmesjax.errors import ConfigError
 from holmesjax.files import places
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import DevicePool
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.launchers import skypilot_options
 from launch.launchers.components import Component, make_components, read_options
 from launch.launchers.skypilot_options import SkyPilotOptions, options_of
@@ -111,7 +111,7 @@ def for_job(job: Job, options: LauncherOptions) -> int:
     }
     with saved_for_later(job, options.allow):
         folder.mkdir(exist_ok=True)
-        connections.make_key_file(key)
+        key_files.make_key_file(key)
         for name, text in texts.items():
             (folder / f"{name}.yaml").write_text(text)
             print(f"written     {folder / name}.yaml")

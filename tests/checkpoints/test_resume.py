@@ -112,7 +112,7 @@ def test_another_tokenizer_is_refused_and_the_folder_keeps_its_own(tmp_path):
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, monkeypatch):
     islands = ("parallel.clusters=null", "parallel.across=local_updates")
-    job, known = load(tmp_path, *islands), resume.settings
+    job, known = load(tmp_path, *islands), changed_settings.settings
 
     def before(job):
         found = known(job)

@@ -11,7 +11,7 @@ from holmesjax.errors import PlanError
 from holmesjax.plan import pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.layer_ranges import add
+from holmesjax.planner.layer_ranges import sum_counts
 from holmesjax.planner.planner import find, make_plan
 from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.recomputation import with_fewest
@@ -51,7 +51,7 @@ def memory_between(config, layers, order, policy, shares):
     problem, found = make_problem(config, two_devices(80.0, 80.0)), []
     assignment = Assignment(SEGMENTS, layers)
     for place, share in enumerate(shares):
-        blocks = add(problem.ranges.chunks(layers, order.chunks)[place])
+        blocks = sum_counts(problem.ranges.chunks(layers, order.chunks)[place])
         in_flight = problem.in_flight(order, place, layers[place])
         most, least = (
             problem.stages(assignment.slots, StepSettings(4, name))[place].memory_bytes(
