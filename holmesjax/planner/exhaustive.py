@@ -24,8 +24,8 @@ from holmesjax.planner.candidates import (
     schedule_kinds,
 )
 from holmesjax.planner.layer_ranges import Counts, split_chunks
+from holmesjax.planner.offers import Offers
 from holmesjax.planner.problem import Assignment, Segment, StageSlot, roles
-from holmesjax.planner.shortlist import Offers
 from holmesjax.planner.stage_layouts import InFlight, Role, StepSettings
 from holmesjax.planner.step_time import transfer_times
 from holmesjax.planner.trials import Trials

@@ -20,6 +20,7 @@ import numpy as np
 
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import ScheduleKind, schedule_kinds
+from holmesjax.planner.offers import MAX_STAGES
 from holmesjax.planner.problem import Problem, Segment
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, meshes
 
@@ -58,7 +59,7 @@ def fitting(problem: Problem, settings: StepSettings) -> Iterator[tuple[Segment,
         for index, pool in enumerate(problem.pools)
         if index in found
     )
-    most = min(most, problem.num_layers // kind.chunks, shortlist.MAX_STAGES)
+    most = min(most, problem.num_layers // kind.chunks, MAX_STAGES)
     possible = [
         n
         for n in (range(1, most + 1) if numbers is None else numbers)

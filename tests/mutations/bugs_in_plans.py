@@ -143,7 +143,7 @@ PLANS = (
     ),
     Bug(
         name="bound-too-high",
-        module="holmesjax.planner.shortlist",
+        module="holmesjax.planner.offers",
         old="np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))",
         new="np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room)) - 1",
         wrong="stages count as holding a layer less than they can: good plans are left out unseen",
