@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from holmesjax.config import ParallelConfig
+from holmesjax.planner.assignment import Assignment, Segment, StageSlot
 from holmesjax.planner.layer_ranges import Counts, split_chunks, sum_counts
-from holmesjax.planner.problem import Assignment, Problem, Segment, StageSlot, roles
+from holmesjax.planner.problem import Problem, roles
 from holmesjax.planner.shortlist import Listed
 from holmesjax.planner.stage_layouts import Role, StepSettings
 from holmesjax.planner.step_time import chunk_roles, stage_loads, transfer_times

@@ -29,9 +29,10 @@ from holmesjax.plan import pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.assembly import as_plan, stage_seconds
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.layer_ranges import split_chunks, sum_counts
 from holmesjax.planner.planner import find, timed_again
-from holmesjax.planner.problem import Assignment, Problem, Segment
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.recomputation import with_fewest
 from holmesjax.planner.search import SearchResult
 from holmesjax.planner.selection import Saying, find_within, make_problems, silently

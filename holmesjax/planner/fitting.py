@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Segment
 from holmesjax.planner.candidates import ScheduleKind, schedule_kinds
 from holmesjax.planner.offers import MAX_STAGES
-from holmesjax.planner.problem import Problem, Segment
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, meshes
 
 MOST_POOLS = 6  # of which all sets are tried in every order; of more, two orders of all

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.candidates import near_depths, orders_of, schedule_kinds, with_moves
 from holmesjax.planner.layer_ranges import Span, sum_counts
 from holmesjax.planner.layer_split import split
-from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment
+from holmesjax.planner.problem import PricedStage, Problem
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.planner.step_time import stage_loads, step_seconds
 from holmesjax.planner.trials import ASSIGNMENTS_PER_TASK, Candidate

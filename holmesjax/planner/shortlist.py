@@ -27,9 +27,10 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.config import Checkpointing, Config
+from holmesjax.planner.assignment import Segment
 from holmesjax.planner.layer_ranges import LayerRanges
 from holmesjax.planner.offers import Offers, most_load, most_stages, rooms
-from holmesjax.planner.problem import Problem, Segment
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.stage_layouts import Pool, StepSettings, divisors
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.costs.parameters import table_parameters
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.layer_ranges import Counts, sum_counts
-from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment, roles
+from holmesjax.planner.problem import PricedStage, Problem, roles
 from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.offers import Offers, make_offers
-from holmesjax.planner.problem import Assignment, Problem, Segment
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.stage_layouts import StepSettings
 from holmesjax.planner.step_time import step_seconds
 from holmesjax.schedules.pipeline_schedules import TaskOrder

@@ -18,9 +18,9 @@ from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan import pins, plan_description
 from holmesjax.plan.plan import Axis
 from holmesjax.planner import memory_refusal, planner, search, selection, shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.planner import make_plan, make_plans
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import meshes
 from holmesjax.planner.step_time import step_seconds

@@ -11,9 +11,9 @@ from holmesjax.errors import PlanError
 from holmesjax.plan import pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.layer_ranges import sum_counts
 from holmesjax.planner.planner import find, make_plan
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.recomputation import with_fewest
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_kernels import stage_recomputed

@@ -10,11 +10,11 @@ import pytest
 from holmesjax.errors import PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import planner, search as searches, shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.candidates import schedule_kinds
 from holmesjax.planner.exhaustive import ExhaustiveSearch
 from holmesjax.planner.offers import make_offers
 from holmesjax.planner.planner import find, make_plan, timed_again
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.recomputation import refined
 from holmesjax.planner.search import search
 from holmesjax.planner.selection import make_problem
