@@ -99,8 +99,8 @@ def num_bytes(type_: str) -> float:
 
 def num_elements(type_: str) -> float:
     """Numbers of the arrays of a type."""
-    dims = (dims.split(",") for _, dims in ARRAY.findall(type_))
-    return float(sum(math.prod(map(int, filter(None, own))) for own in dims))
+    shapes = (dims.split(",") for _, dims in ARRAY.findall(type_))
+    return float(sum(math.prod(map(int, filter(None, shape))) for shape in shapes))
 
 
 class Program:
@@ -122,7 +122,11 @@ class Program:
                 name, type_, kind, rest = found.groups()
                 operands = tuple(re.findall(r"%([\w.\-]+)", rest.split(")")[0]))
                 instructions.append(Instruction(name, type_, kind, operands, rest))
-        self._types = {one.name: one.type for own in self.computations.values() for one in own}
+        self._types = {
+            one.name: one.type
+            for instructions in self.computations.values()
+            for one in instructions
+        }
 
     def overlap(self, computation: str | None = None) -> Overlap:
         """The overlap of a computation, by default of the program; loops within it included."""
@@ -201,8 +205,8 @@ class Program:
 
     def _attention_s(self, one: Instruction) -> float:
         """Seconds of a kernel of causal attention: two products, or a half of those backward."""
-        found = [ARRAY.search(self._types.get(name, "")) for name in one.operands]
-        dims = [tuple(map(int, own[2].split(","))) for own in found if own and own[1] == "bf16"]
+        arrays = [ARRAY.search(self._types.get(name, "")) for name in one.operands]
+        dims = [tuple(map(int, x[2].split(","))) for x in arrays if x and x[1] == "bf16"]
         if not dims:
             return 0.0
         query = max(dims, key=math.prod)

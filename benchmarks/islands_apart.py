@@ -79,7 +79,7 @@ def measure(seed: int, merge: str, seconds: float) -> dict[str, Any]:
                 process.kill()
                 process.wait()
     losses = [(round(at_s - began_s, 1), loss) for at_s, loss in found["ib"]["losses"]]
-    return {"losses": losses, "steps": {name: own["steps"] for name, own in found.items()}}
+    return {"losses": losses, "steps": {name: island["steps"] for name, island in found.items()}}
 
 
 def _said_by(process: subprocess.Popen[str]) -> str:

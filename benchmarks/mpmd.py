@@ -29,7 +29,7 @@ import jax
 from benchmarks import transports
 from benchmarks.pipeline_overhead import middle
 from benchmarks.provenance import RESULTS, provenance
-from holmesjax import job as jobs
+from holmesjax import job as jobs, job_files
 from holmesjax.costs import work
 from holmesjax.job import Job
 from holmesjax.parallel import platforms
@@ -198,7 +198,7 @@ def measure(steps: int, rounds: int, batch: int) -> Result:
         text = RUN.format(folder=folder, steps=steps, batch=batch, microbatches=MICROBATCHES)
         (path / "run.yaml").write_text(text)
         job = jobs.load(path / "run.yaml")
-        job.save()
+        job_files.save(job)
         alone = measure_pure(job.run_dir, rounds, together=False)
         together = measure_pure(job.run_dir, rounds, together=True)
         records = run_job(job)[3:]  # the first steps fill memory and caches

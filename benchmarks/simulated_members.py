@@ -32,7 +32,7 @@ from holmesjax.distributed.messages import (
     encode_of_member,
 )
 from holmesjax.plan.processes import Process
-from holmesjax.transport import connections, handshake, records, tls
+from holmesjax.transport import connections, handshake, key_files, records, tls
 from holmesjax.transport.records import Message, Record
 from holmesjax.transport.tls import TlsSocket
 
@@ -42,7 +42,7 @@ STEPS = 20
 STEP_S = 0.5  # between a verdict and the next vote
 SILENCE_S = 24.0
 LIMIT_S = 120.0  # of one run
-KEY = bytes(range(connections.KEY_BYTES))
+KEY = bytes(range(key_files.KEY_BYTES))
 ABOUT = {"plan hash": "268d65b24ddc", "jax": "0.10.2", "restart": 0}
 BOOK = {"infiniband": [[f"10.0.0.{i}", 40_000 + i] for i in range(8)]}
 

@@ -43,7 +43,8 @@ from holmesjax.topology import loading
 from holmesjax.transport import connections
 from holmesjax.transport.crossings import Crossing, Key
 from holmesjax.transport.handshake import Entered
-from holmesjax.transport.rendezvous import Ports, Rendezvous
+from holmesjax.transport.ports import Ports
+from holmesjax.transport.rendezvous import Rendezvous
 from holmesjax.transport.tcp import TcpTransport, Timeouts
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)

@@ -24,7 +24,8 @@ from typing import Any
 from docs.package_graph import ROOT as CHECKOUT, TOPS, parsed
 from holmesjax import config as configs
 from holmesjax.files.schema import OneOf
-from holmesjax.plan.plan import Plan, describe
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan_description import describe
 from holmesjax.report import mesh_picture
 from holmesjax.topology import description, loading
 from launch import arguments

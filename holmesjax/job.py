@@ -1,13 +1,9 @@
 """A run before it starts: its config, its machines and its plan, checked. Does not import JAX."""
 
-import bisect
-import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,34 +11,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
-
-from holmesjax import config as configs, hub_names, process_variables, units, xla_flags
-from holmesjax.config import BYTES, Config, PlanConfig, update_rules
+from holmesjax import config as configs, hub_names, process_variables, xla_flags
+from holmesjax.config import BYTES, Config
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
-from holmesjax.data import cluster_paths, tokenizer_files, tokenizer_paths
+from holmesjax.data import cluster_paths, tokenizer_files
 from holmesjax.data.patience import patiently
 from holmesjax.errors import ConfigError, PlanError, raise_if_passing
 from holmesjax.files import places, run_folder, yaml_files
-from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.layer_specs.model_layers import layers
-from holmesjax.plan import mfu, pins, plan as plans, save_costs
+from holmesjax.plan import mfu, pins
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
-from holmesjax.plan.plan import Axis, Plan
+from holmesjax.plan.plan import Plan
 from holmesjax.plan.ways import ChosenWay
 from holmesjax.planner.refusals import refuse_empty_groups
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
-from holmesjax.topology import description, loading, saving
+from holmesjax.topology import loading
 from holmesjax.topology.catalogue import CPU
 from holmesjax.topology.machines import Node, Topology
 
 CONFIG, TOPOLOGY, PLAN = "config.yaml", "topology.yaml", "plan.yaml"
 ENVIRONMENT = "environment.yaml"
-PARTS = (Axis.FSDP, Axis.CONTEXT, Axis.EXPERT)  # the axes that cut a replica's parameters
 PROFILES = "profiles"  # what JAX's profiler writes of steps
 
 # Who reads the data on this machine: the one process of a run, or the processes of a node.
@@ -130,12 +121,12 @@ class Job:
     def _has_gpus(self) -> bool:
         return set(self.device_kinds) != {CPU}
 
-    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Returns the variables that JAX reads; `own` is the user's environment.
+    def environment(self, user_env: Mapping[str, str]) -> dict[str, str]:
+        """Returns the variables that JAX reads; `user_env` is the user's environment.
 
         Raises ConfigError where that has something that cannot be.
         """
-        of_user, deterministic = own.get("XLA_FLAGS", ""), self.config.train.deterministic
+        of_user, deterministic = user_env.get("XLA_FLAGS", ""), self.config.train.deterministic
         waits = self.config.distributed
         ours = xla_flags.for_devices(
             self.device_kinds,
@@ -148,20 +139,20 @@ class Job:
                 f"remove {xla_flags.DETERMINISTIC} or the file from it, or set the setting to false"
             )
             raise ConfigError("XLA_FLAGS", problem, found=of_user, fix=fix)
-        flags, pool = xla_flags.joined(ours, of_user), self.pool(own)
+        flags, pool = xla_flags.joined(ours, of_user), self.pool(user_env)
         return {**({"XLA_FLAGS": flags} if flags else {}), **(pool.variables if pool else {})}
 
     def process_environment(
-        self, own: Mapping[str, str], pool: DevicePool | None = None
+        self, user_env: Mapping[str, str], pool: DevicePool | None = None
     ) -> dict[str, str]:
         """Returns these variables, and those that a memory allocator reads as a process starts.
 
         Args:
-          own: the user's environment.
-          pool: of each process, if several share a GPU. None: `own` says it.
+          user_env: the user's environment.
+          pool: of each process, if several share a GPU. None: `user_env` says it.
         """
-        allocator = process_variables.allocator_for(self.device_kinds, own)
-        return {**self.environment(own), **allocator, **(pool.variables if pool else {})}
+        allocator = process_variables.allocator_for(self.device_kinds, user_env)
+        return {**self.environment(user_env), **allocator, **(pool.variables if pool else {})}
 
     def node_to_measure(self, asked: str | None) -> Node:
         """The node that is named; without a name the first, if all have devices of one name."""
@@ -195,46 +186,6 @@ class Job:
         _, unpinned = make_plans(self.config, self.topology, say, usable_memory, compares=True)
         return dataclasses.replace(self, unpinned=unpinned)
 
-    def describe(self, pool: DevicePool | None = None) -> list[str]:
-        """The machines, the plan and the run folder, for the console.
-
-        `pool` is that of the GPUs; None: there are none, or it is not known here.
-        """
-        pinned, kind_of = pins.pins(self.config.parallel), kind_names(self.config.model)
-        by_dollars = self.config.plan.objective == "tokens_per_dollar"
-        return [
-            *description.describe(self.topology),
-            *plans.describe(self.plan, kind_of, is_pinned=bool(pinned)),
-            *pins.describe(
-                self.plan, pinned, self.unpinned, by_dollars=by_dollars, place=self.pinned_at
-            ),
-            *([self.choice.describe()] if self.choice else self._unused()),
-            *self._active(),
-            *([f"memory      {pool.describe(self.plan.stages, self.topology)}"] if pool else []),
-            self._rate(),
-            *self._schedule(),
-            *self._numbers(),
-            *self._price(),
-            *save_costs.describe(self.config, self.topology, self.plan),
-            f"run folder  {self._places()}",
-        ]
-
-    def _unused(self) -> list[str]:
-        """A line about settings of the planner's choice of islands, where it has none."""
-        own, across = self.config.plan, self.config.parallel.across
-        is_set = {
-            "plan.allow": bool(own.allow),
-            "plan.islands_more_tokens": across == "pipeline"
-            and own.islands_more_tokens != PlanConfig().islands_more_tokens,
-        }
-        names = " and ".join(name for name, value in is_set.items() if value)
-        why = f"not used, since parallel.across is {across} and not auto"
-        return [f"choice      {names}: {why}"] if names else []
-
-    def _places(self) -> str:
-        own = self.config.run.dir
-        return f"{own}, and {self.run_dir} here" if places.is_url(own) else own
-
     @property
     def step_tokens(self) -> int:
         """Tokens of a step."""
@@ -250,187 +201,12 @@ class Job:
         """Returns `peak_step_s` for measured steps; None for a rehearsal on other devices."""
         return None if self.config.run.rehearse else self.peak_step_s
 
-    def _rate(self) -> str:
-        """Returns the text of the predicted rate and the predicted time of the run."""
-        step_s, steps = self.plan.step_time_s, self.config.train.steps
-        if utilisation := mfu.shown(self.peak_step_s, step_s):
-            utilisation += " (attention counted whole, not half as its causal mask)"
-        whose = " of these machines, which are rehearsed" if self.config.run.rehearse else ""
-        return (
-            f"rate        {self.step_tokens / step_s:,.0f} tokens/s{utilisation} predicted{whose}; "
-            f"{_count(steps, 'step')} in {units.duration(steps * step_s)}"
-        )
-
-    def _schedule(self) -> list[str]:
-        """Returns the text of a learning rate that follows tokens, with its steps."""
-        optimizer, train = self.config.optimizer, self.config.train
-        if optimizer.schedule_by == "steps":
-            return []
-        total, name, parts = self.config.tokens_after(train.steps), optimizer.schedule, []
-        if warmup := optimizer.warmup_tokens:
-            steps = bisect.bisect_left(range(train.steps), warmup, key=self.config.tokens_after)
-            parts.append(f"warm-up {warmup:,} ({_count(steps, 'step')})")
-        if decay := optimizer.decay_tokens:
-            parts.append(f"decay the last {decay:,}")
-        return [f"schedule    {name} by tokens: {', '.join([*parts, f'{total:,} in all'])}"]
-
-    def _active(self) -> list[str]:
-        """Returns the text of the model's size, where a token uses a part of the parameters."""
-        everything, active = parameter_counts(self.config.model)
-        lines = []
-        if active < everything:
-            lines.append(f"model       {everything:,} parameters, {active:,} active")
-        shares = any(stage.mesh.get(Axis.EXPERT, 1) > 1 for stage in self.plan.stages)
-        if shares and self.config.parallel.expert_placement == "load":
-            lines.append("experts     placed by their loads at the begin and after each checkpoint")
-        return lines
-
-    def _numbers(self) -> list[str]:
-        """Returns the lines of the number formats; gradients are float32 on every plan."""
-        train, optimizer = self.config.train, self.config.optimizer
-        return [
-            f"numbers     products in {train.compute_dtype}, gradients summed in float32, "
-            f"{self._sent()}"
-            f"{'' if train.param_dtype == 'float32' else f'parameters in {train.param_dtype}, '}"
-            f"{update_rules.describe(optimizer)}",
-            *self._fp8(),
-        ]
-
-    def _sent(self) -> str:
-        """Returns the words about gradients that are to be rounded before they are sent."""
-        if (dtype := self.config.train.reduction_dtype) == "float32":
-            return ""
-        of_data = lambda mesh: mesh.get(Axis.DATA, 1)
-        meshes = [stage.mesh for stage in self.plan.stages if of_data(stage.mesh) > 1]
-        if not meshes:
-            return "none sent between replicas, "
-        parts = lambda mesh: math.prod(mesh.get(axis, 1) for axis in PARTS)  # of a replica
-        if all(self.config.model.width // parts(mesh) % of_data(mesh) for mesh in meshes):
-            return "sent between replicas in float32 (`data` does not divide the model width), "
-        if set(self.device_kinds) == {CPU}:
-            return f"rounded to {dtype} and sent between replicas in float32 (by CPUs), "
-        return f"sent between replicas in {dtype}, "
-
-    def _fp8(self) -> list[str]:
-        """Returns the lines about products in fp8, if there are any."""
-        if (fp8 := self.config.model.fp8) is None:
-            return []
-        scales = f"{fp8.scaling} scales of activations"
-        scales += f" over {_count(fp8.history, 'step')}" if fp8.scaling == "delayed" else ""
-        lines = [f"fp8         products of blocks in e4m3, their gradients in e5m2, {scales}"]
-        ends = {"start": fp8.exclude_first, "end": fp8.exclude_last}
-        excluded = [f"{_count(n, 'block')} at the {name}" for name, n in ends.items() if n]
-        if excluded := excluded + ["down"] * fp8.exclude_down:
-            lines.append(f"  in {self.config.train.compute_dtype}: {', '.join(excluded)}")
-        if CPU in self.device_kinds:
-            lines.append("  emulated on CPUs: the numbers are those of fp8, and no step is faster")
-        if self.topology.device_kinds - {CPU}:
-            lines.append("  predicted from the data sheet and one model that an H200 has trained")
-        return lines
-
-    def _price(self) -> list[str]:
-        """Returns the text of the cost of the run, where the topology has prices."""
-        train, items = self.config.train, self.plan.step_dollars
-        if not (dollars := sum(items.values())):
-            return []
-        tokens = self.step_tokens
-        parts = ", ".join(f"{name} {part:.3g}" for name, part in items.items())
-        return [
-            f"price       {dollars:.3g} dollars a step ({parts}), {tokens / dollars:,.0f} tokens a "
-            f"dollar; {dollars * train.steps:,.2f} for {_count(train.steps, 'step')}"
-        ]
-
     def unfinished(self, done: int) -> list[str]:
         """Returns the line about a run that was asked to stop."""
         return [
             f"stopped after step {done} of {self.config.train.steps}; resume with",
             f"  python -m launch train {self.run_dir}",
         ]
-
-    def save_environment(self, variables: Mapping[str, str]) -> None:
-        """Writes what the processes have besides the files of `save`: variables and versions."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump({**variables, **versions()}, sort_keys=False, width=1000)
-        write_whole(self.run_dir / ENVIRONMENT, text)
-
-    def save(self, done: int = 0) -> Callable[[], None]:
-        """Writes the three files that describe the run into its folder, and its tokenizer.
-
-        Earlier files that differ are kept, as `config.000120.yaml` where 120 steps were `done`.
-        Before the first step they are not kept, since nothing was made with them. The function
-        that is returned puts the earlier files back, for a start that is refused after all.
-        """
-        self._save_tokenizer(done)
-        before: dict[Path, bytes] = {}
-        copies = []
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        if self.config.model.hf is not None:
-            hugging_face.keep(Path(self.config.model.hf), self.run_dir)
-        texts = {
-            CONFIG: yaml_files.whole(configs.to_yaml(self.config)),
-            TOPOLOGY: saving.to_yaml(self.topology),
-            PLAN: self.plan.to_yaml(),
-        }
-        for name, text in texts.items():
-            path = self.run_dir / name
-            if path.is_file():
-                before[path] = path.read_bytes()
-                if done and _differ(name, before[path], text.encode()):
-                    earlier = path.with_suffix(f".{done:06d}.yaml")
-                    if not earlier.exists():  # else no step was kept that was made with this one
-                        shutil.copyfile(path, earlier)
-                        copies.append(earlier)
-            write_whole(path, text)
-
-        def undo() -> None:
-            with contextlib.suppress(OSError):  # what refused the start is worth more
-                for path, content in before.items():
-                    write_whole(path, content)
-                for copy in copies:
-                    copy.unlink(missing_ok=True)
-
-        return undo
-
-    def _save_tokenizer(self, done: int) -> None:
-        """Copies the files of the tokenizer, unless the run folder has them.
-
-        The machine of a launcher may lack them, as it may lack the data. A process that reads data
-        refuses a run without them.
-        """
-        path, own = Path(self.config.data.tokenizer), self.run_dir / tokenizer_files.FOLDER
-        if self.config.data.tokenizer == BYTES or not path.exists():
-            return
-        if own.exists():
-            before, now = tokenizer_paths.find(own), tokenizer_paths.find(path)
-            if before.contents() == now.contents():
-                return
-            is_other = before.identity != now.identity
-            if (
-                is_other
-                and done
-                and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists()
-            ):
-                own.replace(earlier)
-        tokenizer_paths.copy(path, own)
-
-
-def _differ(name: str, before: bytes, now: bytes) -> bool:
-    """Tells whether two contents of a file describe different runs, wherever the run folder is."""
-    if name != CONFIG or before == now:
-        return before != now
-    try:
-        contents = [yaml.safe_load(content) for content in (before, now)]
-        for content in contents:
-            # The run folder has its own copies of these files.
-            del content["run"]["dir"], content["topology"]
-            content["data"].pop("tokenizer", None)
-    except (yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError):
-        return True
-    return bool(contents[0] != contents[1])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _settings_hash(config: Config) -> str:

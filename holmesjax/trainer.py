@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import jax
 from jax.sharding import Mesh
 
-from holmesjax import job as jobs
+from holmesjax import job as jobs, job_description, job_files
 from holmesjax.callbacks import Callback, Callbacks
 from holmesjax.checkpoints import (
     committing,
@@ -290,7 +290,7 @@ class Trainer:
         self.job.refuse_other_nodes()
         numbers = range(len(self.job.plan.stages))
         mirror.open_run(self.job.config.run.dir, lease, self._print)
-        self._print(*self.job.describe(self.job.check_pool(os.environ, numbers)))
+        self._print(*job_description.describe(self.job, self.job.check_pool(os.environ, numbers)))
         find = functools.partial(
             resume.find,
             self.job,
@@ -358,7 +358,7 @@ class Trainer:
                 self._print(f"left out    {left_out}")
             for line in start.check_data(data):
                 self._print(line)
-            lease.guard(self.job.save)(done)  # nothing is refused any more
+            lease.guard(job_files.save)(self.job, done)  # nothing is refused any more
             alarm = CommitAlarm(config.checkpoint, done, ["this process"])
             recorder = stack.enter_context(
                 Recorder(

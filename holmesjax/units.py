@@ -124,3 +124,12 @@ def _text(value: float, scales: dict[str, float], *, digits: int) -> str:
     base = next(name for name, scale in scales.items() if scale in (1, 1 / 8))
     name = large[-1] if large else next(iter(scales)) if value else base
     return f"{scaled[name]:.15g} {name}"
+
+
+def counted(number: int, noun: str, plural: str = "s", *, form: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, "stage"), counted(4, "microbatch", "es"), counted(2048, "step", form=",")
+    ('1 stage', '4 microbatches', '2,048 steps')
+    """
+    return f"{number:{form}} {noun}{plural if number != 1 else ''}"

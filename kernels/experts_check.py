@@ -87,17 +87,17 @@ def check(
 
     results = [jax.tree.map(np.asarray, run(x_SD, dy_SF, w_EDF, size_E)) for _ in range(repeats)]
     x, dy, w = (np.asarray(a, np.float32) for a in (x_SD, dy_SF, w_EDF))
-    want = {name: np.zeros(found.shape, np.float32) for name, found in results[0].items()}
+    want = {name: np.zeros(result.shape, np.float32) for name, result in results[0].items()}
     ends = np.cumsum(case.sizes).tolist()
     rows = [slice(end - size, end) for end, size in zip(ends, case.sizes, strict=True)]
-    for e, own in enumerate(rows):
-        want["product"][own] = x[own] @ w[e]
-        want["gradient of rows"][own] = dy[own] @ w[e].T
-        want["gradient of weights"][e] = x[own].T @ dy[own]
+    for e, span in enumerate(rows):
+        want["product"][span] = x[span] @ w[e]
+        want["gradient of rows"][span] = dy[span] @ w[e].T
+        want["gradient of weights"][e] = x[span].T @ dy[span]
     by_rows, by_group = [*rows, slice(ends[-1], None)], [slice(e, e + 1) for e in range(len(rows))]
     errors = {
-        name: _errors(found, want[name], by_group if found.ndim == 3 else by_rows)
-        for name, found in results[0].items()
+        name: _errors(result, want[name], by_group if result.ndim == 3 else by_rows)
+        for name, result in results[0].items()
     }
     bad = [f"the {name} is off by {error:.2g}" for name, error in errors.items() if error > LIMIT]
     bits = [[x.tobytes() for x in jax.tree.leaves(result)] for result in results]

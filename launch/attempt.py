@@ -60,7 +60,7 @@ from holmesjax.plan.processes import Process, node_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, key_files
 from holmesjax.transport.relayed import RelayPlace
 from launch.failure_causes import LOOK_S, NEWS_S, events_of, find_cause, is_failure
 from launch.failure_messages import (
@@ -168,7 +168,7 @@ class Attempt:
             self._recorder = stack.enter_context(self._open_recorder())
             print_line, mb_per_s = self._recorder.console.print, self._job.config.checkpoint.scrub
             self._scrub = stack.enter_context(Scrub(self._job.run_dir, mb_per_s, print_line))
-            self._hub.on_damage = self._scrub.found
+            self._hub.on_damage = self._scrub.damaged
             self._saves = stack.enter_context(
                 JobSaves(
                     start,
@@ -202,9 +202,7 @@ class Attempt:
 
     def _open_controller(self) -> Controller:
         """Listens for the processes."""
-        read_or_make = (
-            connections.read_key_file if self._given_key_file else connections.make_key_file
-        )
+        read_or_make = key_files.read_key_file if self._given_key_file else key_files.make_key_file
         return Controller(
             self._processes,
             address=self._launcher.address,

@@ -32,7 +32,7 @@ from holmesjax.errors import CheckpointError, DamagedError, HolmesError, PeerErr
 from holmesjax.job import Job
 from holmesjax.plan.processes import make_processes
 from holmesjax.runtime.step_timeout import Progress
-from holmesjax.transport import connections
+from holmesjax.transport import connections, key_files
 from launch.device_hangs import DeviceHang
 from launch.failure_causes import find_cause, is_failure
 from launch.failure_messages import error_of, statuses_of
@@ -89,7 +89,7 @@ class GenerationJob:
                 port=self._launcher.port,
                 about=job.about(0),
                 resume=found.step,
-                key=connections.make_key_file(key_file),
+                key=key_files.make_key_file(key_file),
                 silence_s=self._config.silence_s,
                 is_saving=lambda step: False,
                 progress=progress,

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from holmesjax import job_description, job_files
 from holmesjax.checkpoints import committed, manifest, mirror, resume, second_reading
 from holmesjax.errors import (
     ConfigError,
@@ -94,7 +95,7 @@ class Supervisor:
         job = self._job
         island_alone.refuse_no_island(job.config, job.topology)
         mirror.open_run(job.config.run.dir, owner, say)
-        print(*job.describe(self._pool), *self._describe(), sep="\n", flush=True)
+        print(*job_description.describe(job, self._pool), *self._describe(), sep="\n", flush=True)
         if self._pool:
             self._pool.refuse_too_small(job.plan.stages, job.topology)
         with self._stops:
@@ -240,9 +241,9 @@ class Supervisor:
         for line in start.describe():
             say(line)
         owner.check()
-        unsave = owner.guard(job.save(start.step))  # the processes read it
+        unsave = owner.guard(job_files.save(job, start.step))  # the processes read it
         variables = job.process_environment(os.environ, self._pool)
-        job.save_environment(variables)
+        job_files.save_environment(job, variables)
         self._attempt = Attempt(
             start,
             restart,

@@ -9,7 +9,7 @@ from holmesjax.files import places
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.plan.processes import Process
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, key_files
 from launch.launchers.launcher import EventSink, Launcher, ProcessStart
 
 
@@ -63,7 +63,7 @@ def start_workers(
         **({"HOLMES_STORE": store} if store else {}),
         "HOLMES_CONTROLLER": addresses.show(*controller.address),
         "HOLMES_KEY_FILE": str(key_file.absolute()),
-        "HOLMES_KEY_DIGEST": connections.key_digest(connections.read_key_file(key_file)),
+        "HOLMES_KEY_DIGEST": key_files.key_digest(key_files.read_key_file(key_file)),
         "HOLMES_RESTART": str(restart),
     }
     folder = places.shown(run_dir)

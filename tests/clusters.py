@@ -20,9 +20,9 @@ from holmesjax.config import (
 from holmesjax.errors import PlanError
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.assembly import as_plan
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.layer_split import split
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape, StepSettings
 from holmesjax.planner.step_time import step_seconds

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.runtime.chunk import ChunkState
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.lab_rows import ROWS
 from docs import package_graph, pictures
-from holmesjax import config as configs, job
+from holmesjax import config as configs, job, job_description
 from holmesjax.checkpoints import skipped_data
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import HolmesError
@@ -56,7 +56,7 @@ def test_every_run_file_can_be_planned_and_its_header_is_a_claim(path):
         )
     else:
         loaded = job.load(path)
-    assert len(loaded.describe()) <= 30
+    assert len(job_description.describe(loaded)) <= 30
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     text = " ".join(line.removeprefix("#").strip() for line in header)
     name = path.relative_to(CHECKOUT).as_posix()
@@ -89,7 +89,7 @@ def test_examples_pin_nothing_that_they_need_not(path):
 
 def test_the_plan_in_the_documents_is_the_plan():
     [shown] = re.findall(r"```text\n(topology .*?)```", PLANNING, re.DOTALL)
-    printed = job.load("configs/runs/quickstart.yaml", compares=True).describe()
+    printed = job_description.describe(job.load("configs/runs/quickstart.yaml", compares=True))
     assert shown.splitlines() == printed
 
 

@@ -134,13 +134,13 @@ def gone():
     ids=lambda value: type(value).__name__,
 )
 def test_a_number_of_ones_own_is_one_real_number(value, expected):
-    class Own(Callback):
+    class UsersNumber(Callback):
         def after_step(self, trainer, step, numbers):
             return {"mine": value}
 
-    number = Callbacks(callbacks=[Own()]).after_step(1, {})["mine"]
+    number = Callbacks(callbacks=[UsersNumber()]).after_step(1, {})["mine"]
     if expected is None:
-        with pytest.raises(CallbackError, match=r"Own.after_step: 'mine' must be a number"):
+        with pytest.raises(CallbackError, match=r"UsersNumber.after_step: 'mine' must be a number"):
             float(number)
     else:
         assert float(number) == expected
@@ -153,12 +153,12 @@ def test_a_number_of_ones_own_is_one_real_number(value, expected):
     ids=range(9),
 )
 def test_names_of_ones_own_are_short_and_readable(found, told):
-    class Own(Callback):
+    class UsersNumber(Callback):
         def after_step(self, trainer, step, numbers):
             return found
 
     with pytest.raises(CallbackError, match=told):
-        Callbacks(callbacks=[Own()]).after_step(1, {})
+        Callbacks(callbacks=[UsersNumber()]).after_step(1, {})
 
 
 def test_callbacks_change_no_number_of_a_step_and_share_no_name():

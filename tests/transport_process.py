@@ -23,7 +23,7 @@ def main(number, about):
     from holmesjax.plan.processes import make_processes
     from holmesjax.transport import connections
     from holmesjax.transport.crossings import Key
-    from holmesjax.transport.rendezvous import Ports
+    from holmesjax.transport.ports import Ports
     from tests.two_stages import TOPOLOGY, addresses, make_crossing, make_plan, mesh_of, start
 
     plan = make_plan(*about["meshes"])

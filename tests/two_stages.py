@@ -13,7 +13,8 @@ from holmesjax.plan.plan import Axis, Plan, StagePlan
 from holmesjax.plan.processes import make_processes
 from holmesjax.topology import loading
 from holmesjax.transport.crossings import Crossing, Key
-from holmesjax.transport.rendezvous import Ports, Rendezvous
+from holmesjax.transport.ports import Ports
+from holmesjax.transport.rendezvous import Rendezvous
 from holmesjax.transport.tcp import TcpTransport, Timeouts
 
 TOPOLOGY = loading.load(Path(__file__).parent.parent / "configs/topologies/ib_roce.yaml")

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from holmesjax import units
 from holmesjax.checkpoints import island_states, manifest, skipped_data
+from holmesjax.checkpoints.changed_settings import settings
 from holmesjax.checkpoints.mirror import Mirror
-from holmesjax.checkpoints.resume import Start, settings
+from holmesjax.checkpoints.resume import Start
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.errors import PeerError
 from holmesjax.liveness.lease import Lease

@@ -9,7 +9,7 @@ The manifest says which part holds which array, with its dtype, shape and digest
 store has a part that is not in the launcher's folder (`stores`), and
 has the size of every file, and the SHA-256 of those that are not the arrays themselves. It is
 written last: a folder without one is no checkpoint. Orbax restores a flipped payload bit without an
-error. So a reader of arrays compares their digests (`checkpoint`). This module verifies all else.
+error. So a reader of arrays compares their digests (`reading`). This module verifies all else.
 """
 
 import contextlib

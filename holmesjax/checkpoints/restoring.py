@@ -8,21 +8,16 @@ arrays: each has a digest, computed where it lies before it is written, and agai
 
 import dataclasses
 import functools
-import gc
-import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
-from holmesjax.checkpoints import digests, island_states, manifest
+from holmesjax.checkpoints import island_states
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.checkpoints.orbax_errors import silence_orbax, unread
+from holmesjax.checkpoints.reading import read_tree
 from holmesjax.config import ModelConfig
 from holmesjax.errors import CheckpointError
 from holmesjax.layer_specs.kind import Parameter
@@ -33,21 +28,10 @@ from holmesjax.plan.outer_rule import kept_by, outer_step, owner_of
 from holmesjax.runtime import spikes
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes, kept_leaves
 from holmesjax.runtime.expert_placement import with_places
-from holmesjax.runtime.outer_state import Outer, Own
+from holmesjax.runtime.outer_state import IslandArrays, Outer
 from holmesjax.runtime.weight_average import Average
 
-Arrays = dict[str, Any]  # key -> array, or its shape with a sharding
-CHUNK_BYTES = 4 << 20  # bytes of an array that are written or read at a time
 MAX_SHOWN = 3  # arrays that differ, in a message
-
-
-def key_of(path: tuple) -> str:
-    """The name of an array of the state, from its path in the tree."""
-    return ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-
-
-def flatten(state: Any) -> Arrays:
-    return {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def saved_name(chunk: Chunk, key: str) -> str:
@@ -120,7 +104,7 @@ def _check_islands(checkpoint: Checkpoint, state: ChunkState) -> None:
     kept = kept_by(island_states.rule(checkpoint))
     owned = {name: state.params for name in _owned_arrays(checkpoint)}
     wanted: dict[str, Any] = {"outer": owned} if owned else {}
-    of_island = Outer({}, None, own=Own(**dict.fromkeys(kept.own, state.params)))
+    of_island = Outer({}, None, own=IslandArrays(**dict.fromkeys(kept.own, state.params)))
     for k, _ in enumerate(island_states.written(checkpoint)):
         fixed = state.fixed if k else {}
         wanted[f"island_{k}"] = ChunkState(state.params, state.opt_state, fixed, outer=of_island)
@@ -134,7 +118,7 @@ def _rounds(checkpoint: Checkpoint, chunk: Chunk) -> Any:
     shape = jax.ShapeDtypeStruct((4,), "int32", sharding=whole)
     names = [layer for layer in chunk.layers if f"outer.rounds.{layer}" in arrays]
     wanted = {"outer": {"rounds": dict.fromkeys(names, shape)}}
-    return _restore_tree(checkpoint, wanted)["outer"]["rounds"]
+    return read_tree(checkpoint, wanted)["outer"]["rounds"]
 
 
 def _owned_arrays(checkpoint: Checkpoint) -> list[str]:
@@ -154,11 +138,11 @@ def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
     shapes, old = _writer(checkpoint, chunk).state_shapes, island_states.written(checkpoint)
     own = chunk.islands[chunk.island] if chunk.island is not None else ()
     found = island_states.sources(old, own)
-    fixed = _restore_tree(checkpoint, {"fixed": shapes.fixed})["fixed"]
+    fixed = read_tree(checkpoint, {"fixed": shapes.fixed})["fixed"]
     opt_state = _mean_moments(checkpoint, chunk, shapes.opt_state, found)
     if island_states.go_on_exactly(checkpoint, chunk.islands, chunk.outer):
         name_of = lambda key: f"island_{found[0]}.{key}"
-        params = _restore_tree(checkpoint, {"params": shapes.params}, name_of)["params"]
+        params = read_tree(checkpoint, {"params": shapes.params}, name_of)["params"]
         outer = _kept_outer(checkpoint, chunk, shapes.params, name_of)
     else:
         weights, momentum = _met_once_more(checkpoint, shapes.params)
@@ -181,14 +165,14 @@ def _owned(chunk: Chunk, tree: Any) -> Any:
 
 def _global(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     """The global weights and the momentum of meetings; zeros where pairs have met."""
-    weights = _restore_tree(checkpoint, {"params": shapes})["params"]
+    weights = read_tree(checkpoint, {"params": shapes})["params"]
     if "momentum" in _owned_arrays(checkpoint):
         return weights, _restored_outer(checkpoint, "momentum", shapes)
     return weights, jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), weights)
 
 
 def _restored_outer(checkpoint: Checkpoint, what: str, shapes: Any) -> Any:
-    return _restore_tree(checkpoint, {"outer": {what: shapes}})["outer"][what]
+    return read_tree(checkpoint, {"outer": {what: shapes}})["outer"][what]
 
 
 def _kept_outer(
@@ -196,15 +180,15 @@ def _kept_outer(
 ) -> Outer:
     """The state of meetings of an island of the same rule; `name_of` names an array of its own."""
     kept, owned = kept_by(chunk.outer), _owned(chunk, shapes)
-    weights = _restore_tree(checkpoint, {"params": owned})["params"]
+    weights = read_tree(checkpoint, {"params": owned})["params"]
     found = {name: _restored_outer(checkpoint, name, owned) for name in _owned_arrays(checkpoint)}
     rounds = _rounds(checkpoint, chunk)
     outer = Outer(weights, found.get("momentum"), found.get("before"), rounds=rounds)
     if not kept.own:
         return outer
     own = {"outer": {"own": dict.fromkeys(kept.own, shapes)}}
-    own_arrays = _restore_tree(checkpoint, own, name_of)["outer"]["own"]
-    return dataclasses.replace(outer, own=Own(**own_arrays))
+    own_arrays = read_tree(checkpoint, own, name_of)["outer"]["own"]
+    return dataclasses.replace(outer, own=IslandArrays(**own_arrays))
 
 
 def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
@@ -222,7 +206,7 @@ def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     def total(what: str) -> Any:
         """The sum over islands of arrays that each has of all parameters."""
         name_of = lambda k: lambda key: f"island_{k}.{key}"
-        read = lambda k: _restore_tree(checkpoint, {what: shapes}, name_of(k))[what]
+        read = lambda k: read_tree(checkpoint, {what: shapes}, name_of(k))[what]
         return functools.reduce(functools.partial(jax.tree.map, jnp.add), map(read, range(count)))
 
     trained = total("params")
@@ -257,9 +241,9 @@ def _mean_moments(
     """
     settings, own = checkpoint.settings["optimizer"], chunk.optimizer
     written = own.as_written(settings)
-    read = lambda k: _restore_tree(
-        checkpoint, {"opt_state": shapes}, lambda key: f"island_{k}.{key}"
-    )["opt_state"]
+    read = lambda k: read_tree(checkpoint, {"opt_state": shapes}, lambda key: f"island_{k}.{key}")[
+        "opt_state"
+    ]
     where = jax.tree.map(lambda x: x.sharding, chunk.state_shapes.opt_state)
     adopted = lambda state: jax.jit(own.adopt, out_shardings=where)(state)
     if len(islands) == 1:
@@ -304,11 +288,11 @@ def _restore_state(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
     written = writer.optimizer
     shapes, own = writer.state_shapes, chunk.state_shapes
     if not _has_optimizer(checkpoint):
-        found = _restore_tree(checkpoint, {"params": shapes.params, "fixed": shapes.fixed})
+        found = read_tree(checkpoint, {"params": shapes.params, "fixed": shapes.fixed})
         params, fixed = _cast(found["params"], own.params), _cast(found["fixed"], own.fixed)
         begun = chunk.init_optimizer(params), fixed, chunk.init_average(params)
         return ChunkState(params, *begun, chunk.init_recent())
-    state: ChunkState = _restore_tree(checkpoint, shapes)
+    state: ChunkState = read_tree(checkpoint, shapes)
     params, fixed = _cast(state.params, own.params), _cast(state.fixed, own.fixed)
     opt_state, average = state.opt_state, state.average or chunk.init_average(params)
     if written != chunk.optimizer:
@@ -385,7 +369,7 @@ def restore_layers(
 
 
 def _restore_layer(checkpoint: Checkpoint, layer: str, wanted: dict[str, Any]) -> Any:
-    found = _restore_tree(checkpoint, wanted)
+    found = read_tree(checkpoint, wanted)
     params = found["average"]["weights"] if "average" in found else found["params"]
     return merged(params[layer], found["fixed"].get(layer, {}))
 
@@ -429,100 +413,5 @@ def _check_arrays(checkpoint: Checkpoint, shapes: Any) -> None:
     )
 
 
-def verify_arrays(
-    checkpoint: Checkpoint, part: str, told: Callable[[int, int], object] = lambda done, of: None
-) -> None:
-    """Reads the arrays of a part, one after the other, into this process's memory.
-
-    Args:
-      checkpoint: which has them.
-      part: the name of the part.
-      told: called after each array, with the number of those that are read and of all.
-
-    Raises DamagedError if one cannot be read, or is not what was written.
-    """
-    own = {k: x for k, x in checkpoint.manifest["arrays"].items() if x["part"] == part}
-    for done, (key, known) in enumerate(own.items(), start=1):
-        _restore_tree(checkpoint, {key: jax.ShapeDtypeStruct(known["shape"], known["dtype"])})
-        told(done, len(own))
-
-
 def _show(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _restore_tree(
-    checkpoint: Checkpoint, shapes: Any, name_of: Callable[[str], str] = lambda key: key
-) -> Any:
-    """Reads every array of a tree of shapes from the part that has it, with its sharding."""
-    wanted = {name_of(key): x for key, x in flatten(shapes).items()}
-    if not wanted:
-        return shapes
-    known = checkpoint.manifest["arrays"]
-    part_of = {key: known[key]["part"] for key in wanted}
-    arrays: Arrays = {}
-    for part in sorted(set(part_of.values())):
-        arrays |= _read(checkpoint, part, {k: x for k, x in wanted.items() if part_of[k] == part})
-    # Orbax gives back the shape where the file system has no array, or its metadata say so.
-    kinds = jax.Array, np.ndarray
-    if missing := [key for key in wanted if not isinstance(arrays[key], kinds)]:
-        problem = f"is damaged: {missing[0]} is not in it"
-        raise manifest.damaged(checkpoint, part_of[missing[0]], problem, "no such array")
-    found = digests.of({key: arrays[key] for key in wanted})
-    for key, digest in found.items():
-        if digest != known[key]["digest"]:
-            problem = f"is damaged: the digest of {key} should be {known[key]['digest']}"
-            raise manifest.damaged(checkpoint, part_of[key], problem, digest)
-    return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[key] for key in wanted])
-
-
-def _read(checkpoint: Checkpoint, part: str, shapes: Arrays) -> Arrays:
-    """Reads arrays of a part onto devices, or into NumPy if they have no sharding."""
-    silence_orbax()
-    is_numpys = all(x.sharding is None for x in shapes.values())
-    try:
-        return (_read_numpys if is_numpys else _read_onto_devices)(checkpoint.path / part, shapes)
-    except Exception as error:
-        reason = unread(error)
-        if reason is None:
-            raise
-    # Reads that Orbax has abandoned would print a traceback each when Python ends.
-    gc.collect()
-    raise manifest.damaged(checkpoint, part, "is damaged: its arrays cannot be read", reason)
-
-
-def _read_onto_devices(folder: Path, shapes: Arrays) -> Arrays:
-    args = ocp.args.PyTreeRestore(
-        item=shapes,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
-        partial_restore=True,
-    )
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        found: Arrays = checkpointer.restore(folder, args=args)
-    return found
-
-
-def _read_numpys(folder: Path, shapes: Arrays) -> Arrays:
-    """Reads arrays chunk by chunk. Orbax would hold many chunks beside the arrays."""
-    is_ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(folder)
-    files = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
-    found: Arrays = {}
-    for key in shapes:
-        one = {"driver": "file", "path": f"{folder.absolute()}/{key}/"}
-        store = {**files, "path": f"{key}/"} if is_ocdbt else one
-        array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
-        found[key] = out = np.empty(array.shape, array.dtype.numpy_dtype)
-        for chunk in _chunks(array.shape, array.spec().to_json()["metadata"]["chunks"]):
-            out[chunk] = array[chunk].read().result()
-    return found
-
-
-def _chunks(shape: Sequence[int], size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """The chunks of an array, of a size each, in the order of its elements.
-
-    >>> list(_chunks((3,), (2,)))
-    [(slice(0, 2, None),), (slice(2, 3, None),)]
-    """
-    dims = zip(shape, size, strict=True)
-    cut = lambda n, step: [slice(a, min(a + step, n)) for a in range(0, n, step)]
-    return itertools.product(*(cut(n, step) for n, step in dims))

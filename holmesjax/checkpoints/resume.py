@@ -17,19 +17,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from holmesjax import job as jobs
 from holmesjax.checkpoints import island_states, manifest, second_reading, skipped_data
+from holmesjax.checkpoints.changed_settings import Change, changes_since, show
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import (
-    BYTES,
-    Config,
     DataConfig,
     OptimizerConfig,
-    OuterConfig,
     TrainConfig,
 )
-from holmesjax.data import tokenizer_files
 from holmesjax.errors import (
     CheckpointError,
     ConfigError,
@@ -43,20 +39,7 @@ from holmesjax.hosts import computing
 from holmesjax.job import Job
 from holmesjax.liveness.lease import Lease
 from holmesjax.optimizers.learning_rates import learning_rate, step_tokens
-from holmesjax.plan.meeting_steps import steps_of
 
-# Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
-# hash; `distributed`, `checkpoint`, `log` and these settings do not.
-SECTIONS = ("run", "train", "model", "data", "optimizer", "kernels")
-LOGISTICS = (
-    "run.dir",
-    "train.log_every_s",
-    "train.profile_steps",
-    "train.eval_every",
-    "train.eval_ema",
-    "model.hf",
-    "data.paths",
-)
 # May change if they are allowed by name; of the model only what no array depends on.
 ALLOWABLE = (
     *(f"data.{field.name}" for field in dataclasses.fields(DataConfig)),
@@ -75,10 +58,6 @@ FILES = (
     *("data.mixture", "data.validation"),
 )
 SHOWN = 12  # digits of a digest
-OUTER = ("rate", "momentum", "nesterov")  # of the rule of earlier versions
-# The setting of `parallel` that changes the order of sums and is not in the plan; its default.
-OF_EXPERTS = {"expert_placement": "number"}
-WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
 # By which a learning rate changes; the batches count for a schedule by tokens.
 RATE = (
     "train.steps",
@@ -87,18 +66,6 @@ RATE = (
     *("optimizer.decay_steps", "optimizer.decay_tokens", "optimizer.final_fraction"),
 )
 BATCHES = ("train.global_batch", "train.rampup", "model.context_length")
-
-
-class Change(NamedTuple):
-    """A setting that the checkpoint has otherwise."""
-
-    name: str
-    was: Any
-    now: Any
-    words: str = ""  # in place of both values in messages; empty: the values
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.words or f'{_show(self.was)} -> {_show(self.now)}'}"
 
 
 class _Allowed(NamedTuple):
@@ -157,7 +124,7 @@ class Start:
             return []
         names = RATE + (BATCHES if config.optimizer.schedule_by == "tokens" else ())
         reasons = [change for change in self.changes if change.name in names]
-        why = ", ".join(f"{c.name} {_show(c.was)} -> {_show(c.now)}" for c in reasons)
+        why = ", ".join(f"{c.name} {show(c.was)} -> {show(c.now)}" for c in reasons)
         if [change.name for change in reasons] == ["train.steps"]:
             stretches = "stretches" if now_steps > was_steps else "shortens"
             why += f" {stretches} the {config.optimizer.schedule} schedule"
@@ -282,7 +249,7 @@ def find(
         fetches=fetches,
         has_partner=fetches and job.config.checkpoint.partner,
     )
-    changes = tuple(_changes(checkpoint, job)) if checkpoint else ()
+    changes = tuple(changes_since(checkpoint, job)) if checkpoint else ()
     start = Start(
         job=job,
         checkpoint=checkpoint,
@@ -359,42 +326,6 @@ def _refuse_useless_permissions(start: Start) -> None:
         raise ConfigError("--allow", problem, found=", ".join(useless), fix=fix)
 
 
-def settings(job: Job) -> dict[str, dict[str, Any]]:
-    """Settings that shape the numbers of a run, as a manifest keeps them, by section and name."""
-    found = {
-        section: {
-            name: _read_back(value)
-            for name, value in dataclasses.asdict(getattr(job.config, section)).items()
-            if f"{section}.{name}" not in LOGISTICS
-        }
-        for section in SECTIONS
-    }
-    # Wherever their files are; without what earlier versions did not have.
-    if (lora := found["model"]["lora"]) is not None:
-        own = {name: x for name, x in lora.items() if name != "peft" and x is not None}
-        found["model"]["lora"] = own
-    if (fp8 := found["model"]["fp8"]) is not None:
-        found["model"]["fp8"] = {name: x for name, x in fp8.items() if x}
-    if (experts := found["model"]["experts"]) is not None and experts["latent_width"] is None:
-        del experts["latent_width"]
-    parallel = job.config.parallel
-    now = {name: getattr(parallel, name) for name in OF_EXPERTS}
-    if now != OF_EXPERTS:
-        found["experts"] = now
-    if parallel.has_islands:
-        # Without what earlier versions did not have.
-        outer, plain = dataclasses.asdict(parallel.outer_rule), dataclasses.asdict(OuterConfig())
-        outer = {n: x for n, x in outer.items() if n in OUTER or x != plain[n]}
-        outer["momentum"] = parallel.outer_rule.decay
-        clusters = [[stage.cluster for stage in island.stages] for island in job.plan.islands]
-        names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
-        steps, share = steps_of(parallel), parallel.global_share
-        streaming = {"fragments": steps.fragments, "delay": steps.delay, "blend": share}
-        found["parallel"] = {**names, **streaming, "outer": outer}
-    found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
-    return {**found, "versions": jobs.versions()}
-
-
 def _rate(
     optimizer: OptimizerConfig, train: TrainConfig, context_length: int, update: int
 ) -> float:
@@ -425,52 +356,6 @@ def names_of(allow: str | Iterable[str]) -> list[str]:
     return found
 
 
-def _changes(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
-    saved, wanted = checkpoint.settings, settings(job)
-    if "parallel" in saved and "parallel" not in wanted:
-        yield Change("parallel.across", saved["parallel"]["across"], job.config.parallel.across)
-    kept, asked = ({**OF_EXPERTS, **each.pop("experts", {})} for each in ({**saved}, wanted))
-    for name, now in asked.items():
-        if kept[name] != now:
-            yield Change(f"parallel.{name}", kept[name], now)
-    for section, values in wanted.items():
-        for name, now in values.items():
-            own = saved.get(section, {})
-            if name not in own and now == _default(section, name):
-                continue  # a setting that there was not yet
-            if (was := own.get(name)) != now:
-                is_tokenizer = (section, name) == ("data", "tokenizer")  # of which these are hashes
-                words = _tokenizers(job, was) if is_tokenizer else ""
-                yield Change(f"{section}.{name}", was, now, words)
-    if (was := checkpoint.manifest["plan_hash"]) != (now := job.plan.hash()):
-        yield Change("plan", was, now)
-
-
-def _tokenizers(job: Job, was: str | None) -> str:
-    """The tokenizer that a checkpoint was made with, and that of the job, by where they are."""
-    own = job.run_dir / tokenizer_files.FOLDER
-    before = was if was == BYTES else str(own) if own.exists() else "another that is not here"
-    return f"{before} -> {job.config.data.tokenizer}, whose files differ"
-
-
-def _default(section: str, name: str) -> Any:
-    """The value of a setting before there was one; MISSING without a default, and for versions."""
-    if section == "parallel":  # of which a manifest has values in place of None
-        return WHOLE_MEETINGS.get(name, dataclasses.MISSING)
-    sections: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
-    if section not in sections:
-        return dataclasses.MISSING
-    fields = dataclasses.fields(sections[section])
-    return _read_back({field.name: field.default for field in fields}[name])
-
-
-def _read_back(value: Any) -> Any:
-    """A setting as JSON gives it back."""
-    if isinstance(value, dict):
-        return {key: _read_back(entry) for key, entry in value.items()}
-    return list(map(_read_back, value)) if isinstance(value, tuple) else value
-
-
 def _allowable(job: Job) -> tuple[str, ...]:
     """Settings that may change if allowed by name: only learned positions are an array."""
     more = ("model.context_length",) if job.config.model.positions == "rotary" else ()
@@ -491,12 +376,6 @@ def _allowed(run_dir: Path) -> list[_Allowed]:
         problem = "cannot be read, and has the changes that were permitted"
         fix = f"copy it back from elsewhere, or remove {path} and give --allow again"
         raise CheckpointError(str(path), problem, found=error, fix=fix) from None
-
-
-def _show(value: object) -> str:
-    if isinstance(value, dict):
-        value = {name: entry for name, entry in value.items() if entry is not None}
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _show_rates(was: float, now: float) -> str:

@@ -64,7 +64,7 @@ class Scrub:
         if self._mb_per_s is not None:
             self._steps.put(step)
 
-    def found(self, step: int) -> None:
+    def damaged(self, step: int) -> None:
         """The checkpoint after a step is damaged, here or in another store."""
         self._all[step] = None
         self._damaged.put(step)
@@ -108,7 +108,7 @@ class Scrub:
             self._say(f"warning: the checkpoint after step {step} is not read again: {error}")
             return
         if done.status == second_reading.DAMAGED:
-            self.found(step)
+            self.damaged(step)
             self._say(
                 f"ALARM: the checkpoint after step {step} is damaged in {self._run_dir}: "
                 f"{done.last_line}; see that disk, and keep an older checkpoint"

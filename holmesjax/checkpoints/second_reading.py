@@ -149,7 +149,7 @@ def _look(path: Path, parts: Sequence[str], mb_per_s: float | None) -> int:
         manifest.verify(found)
         for part in parts:
             # Imported here: only arrays need JAX.
-            arrays = importlib.import_module("holmesjax.checkpoints.restoring")
+            arrays = importlib.import_module("holmesjax.checkpoints.reading")
             told = _Teller(path) if mb_per_s is None else _Brake(found, part, mb_per_s)
             arrays.verify_arrays(found, part, told)
     except (DamagedError, OSError) as error:

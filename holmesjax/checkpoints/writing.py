@@ -13,9 +13,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions
 
 from holmesjax.checkpoints import digests, manifest
+from holmesjax.checkpoints.array_keys import Arrays, flatten
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.orbax_errors import reason, silence_orbax
-from holmesjax.checkpoints.restoring import CHUNK_BYTES, Arrays, flatten, saved_name
+from holmesjax.checkpoints.restoring import saved_name
 from holmesjax.config import ModelConfig
 from holmesjax.files import whole_files
 from holmesjax.layer_specs.model_layers import EMBED, layers
@@ -23,6 +24,7 @@ from holmesjax.runtime import domain
 from holmesjax.runtime.chunk import Chunk, ChunkState, Dtypes
 from holmesjax.runtime.expert_placement import without_places
 
+CHUNK_BYTES = 4 << 20  # bytes of an array that are written or read at a time
 TIMEOUT_S = 1200  # of a save
 
 

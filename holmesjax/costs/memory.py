@@ -239,7 +239,7 @@ def _neediest_bytes(
 
 def _kind_parameters(model: ModelConfig, stage: StageShape) -> dict[Kind, Numbers]:
     """`layer_parameters` of each kind of the stage's layers."""
-    own = [kind for _, kind in stage.kinds(model)]
+    own = [kind for _, kind in stage.counted_kinds(model)]
     return dict(zip(own, layer_parameters(model, stage), strict=True))
 
 

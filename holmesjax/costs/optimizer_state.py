@@ -107,7 +107,7 @@ def _layer_states(model: ModelConfig) -> tuple[_State, ...]:
     return tuple(_State.of(kind.parameters) for kind in kinds(model).in_order)
 
 
-class _StageState(NamedTuple):
+class _TrainedParameters(NamedTuple):
     """The trained parameters of a stage, by what the formats make of them."""
 
     wide: Extent
@@ -118,7 +118,7 @@ class _StageState(NamedTuple):
 
 
 @cached(100_000)  # a search asks over and over
-def _stage_state(model: ModelConfig, counts: tuple[int, ...]) -> _StageState:
+def _trained_parameters(model: ModelConfig, counts: tuple[int, ...]) -> _TrainedParameters:
     # Muon orthogonalises a matrix where its layer is: a copy of it is none.
     copies = [replace(copy, matrix=0) for copy in stage_extents(model, counts).copies]
     own = zip(counts, _layer_states(model), strict=True)
@@ -130,7 +130,7 @@ def _stage_state(model: ModelConfig, counts: tuple[int, ...]) -> _StageState:
         if parameter.trains and n
     ]
     trained += [(copy, 1) for copy in copies if copy.trains]
-    return _StageState(
+    return _TrainedParameters(
         wide=Extent.total(state.wide for state in states),
         squares=_Squares.total(state.squares for state in states),
         others=Extent.total(state.others for state in states),
@@ -172,7 +172,7 @@ def _undivided_bytes(model: ModelConfig, stage: StageShape) -> Numbers:
     These are Adafactor's means over the dim that `data` cuts, and the scales of int8 blocks that
     devices share, without the part that is counted as cut.
     """
-    own = _stage_state(model, stage.counts)
+    own = _trained_parameters(model, stage.counts)
     numbers: Numbers = 0.0
     if means := stage.kept.count("factored"):
         numbers += means * own.squares.whole.held(stage.tensor, stage.parameter_parts)
@@ -186,7 +186,7 @@ def _repeated_scales(parameter: Parameter, stage: StageShape) -> Numbers:
     """Scales on each device of an array in int8, without its share of all scales.
 
     Devices between which the last dim does not lie in whole blocks all hold its scales
-    (`ops.moment_spec`). Dims are cut as `sharding.master_spec` cuts them.
+    (`update_ops.moment_spec`). Dims are cut as `sharding.master_spec` cuts them.
 
     With 2 scales for each row of 128, on 4 devices of `fsdp`:
       >>> model = ModelConfig(
@@ -217,7 +217,7 @@ def _repeated_scales(parameter: Parameter, stage: StageShape) -> Numbers:
 def _kept_bytes(model: ModelConfig, stage: StageShape) -> tuple[Numbers, Numbers]:
     """Bytes that `data` cuts: those that `fsdp` and `context` cut too, and the others."""
     trained = stage_extents(model, stage.counts).trained
-    own = _stage_state(model, stage.counts)
+    own = _trained_parameters(model, stage.counts)
     extents = trained, own.wide, own.squares.by_data, own.others
     both = (
         tuple(extent.in_parts(stage.tensor) for extent in extents),
@@ -261,7 +261,7 @@ class Matrix(NamedTuple):
 def hidden_matrices(model: ModelConfig, stage: StageShape) -> Counter[Matrix]:
     """The number of a stage's trained hidden matrices of each shape; none without Muon."""
     found: Counter[Matrix] = Counter()
-    for count, kind in stage.kinds(model) if "others" in stage.kept else ():
+    for count, kind in stage.counted_kinds(model) if "others" in stage.kept else ():
         for parameter in kind.parameters:
             if parameter.trains and parameter.matrix:
                 sides = (

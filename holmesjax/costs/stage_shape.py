@@ -89,7 +89,7 @@ class StageShape:
         """The number of layers, with the embedding and the head."""
         return sum(self.blocks) + self.is_first + self.is_last
 
-    def kinds(self, model: ModelConfig) -> tuple[tuple[int, Kind], ...]:
+    def counted_kinds(self, model: ModelConfig) -> tuple[tuple[int, Kind], ...]:
         """The kinds of the stage's layers, each beside the number of these layers."""
         return _counted(model, self.counts)
 

@@ -139,7 +139,7 @@ def _digest(own: DocumentRange) -> str:
 
 def _files(config: DataConfig) -> CorpusFiles:
     """The files of dialogues; others of a folder are left out."""
-    found = corpus_files.found(config)
+    found = corpus_files.named_files(config)
     files, other = [], found.left_out
     for file in found.files:
         if file.kind.content in JSON:

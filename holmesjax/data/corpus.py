@@ -68,7 +68,7 @@ def sizes(config: DataConfig, enough: Mapping[str, int]) -> dict[str, int]:
         if all(found[split] >= enough[split] for split in enough):
             return found
     if is_empty:
-        corpus_files.found(config)  # says what there is
+        corpus_files.named_files(config)  # says what there is
         raise corpus_files.nothing(config, _root(config), LeftOut())
     return found
 

@@ -71,7 +71,7 @@ class CorpusFiles:
         return ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
 
 
-def found(config: DataConfig) -> CorpusFiles:
+def named_files(config: DataConfig) -> CorpusFiles:
     """The files of a folder, or the one that is named.
 
     A file that a pattern or the corpus names is to be read: one of a kind that is not read is

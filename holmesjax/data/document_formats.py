@@ -37,14 +37,14 @@ ROWS = {
 }
 
 
-def found(config: DataConfig) -> CorpusFiles:
+def corpus_of(config: DataConfig) -> CorpusFiles:
     """The files of a corpus, sorted by name, or its folder, where that is a dataset."""
     if config.corpus == PYTHON_STDLIB:
         return CorpusFiles(files=corpora.standard_library(), left_out=LeftOut())
     path = object_stores.path_of(config.corpus)
     if not corpus_files.is_file(config, path) and rows.is_hugging_face(path):
         return CorpusFiles(files=[CorpusFile(path.name, path, DATASET)], left_out=LeftOut())
-    return corpus_files.found(config)
+    return corpus_files.named_files(config)
 
 
 def cut(path: Path, step: int) -> Iterator[tuple[FilePart, int]]:

@@ -115,7 +115,7 @@ def kind_of(path: Path) -> FileKind:
         raise DataError(str(path), problem, found=content, fix=fix)
     if content == TEXT and ending == ".json":
         start = head.removeprefix(codecs.BOM_UTF8)
-        content = next((kind for own, kind in BEGINNINGS.items() if own.match(start)), content)
+        content = next((kind for line, kind in BEGINNINGS.items() if line.match(start)), content)
     if content not in (TEXT, BINARY):
         promise = None
     if wanted and not packing and content in (TEXT, BINARY):

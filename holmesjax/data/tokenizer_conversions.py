@@ -48,7 +48,7 @@ def of(files: TokenizerFiles) -> Converted:
 
 
 def of_bytes() -> Converted:
-    """The tokens of `tokenizer.ByteTokenizer`."""
+    """The tokens of `byte_tokenizer.ByteTokenizer`."""
     with extra("tokenizers"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

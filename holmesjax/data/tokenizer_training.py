@@ -63,7 +63,7 @@ def train(
         from tokenizers.pre_tokenizers import ByteLevel
     say("looking at the corpus")
     try:
-        corpus = document_formats.found(config)
+        corpus = document_formats.corpus_of(config)
     except object_stores.errors() as error:
         raise tokenizing.unreadable(error, config.corpus) from None
     files = [file.path for file in corpus.files]

@@ -92,7 +92,7 @@ def tokenize(
     identity = tokenizer_files.identity(config.tokenizer)
     wanted = (wanted or Wanted())._replace(is_picked=config.pattern is not None)
     try:
-        corpus = document_formats.found(config)
+        corpus = document_formats.corpus_of(config)
         if left_out := corpus.left_out.words:
             warn(f"left out: {left_out}")
         plan = _plan([file.path for file in corpus.files], shard_bytes, warn)

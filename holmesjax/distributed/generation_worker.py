@@ -13,7 +13,7 @@ from holmesjax.generation.sampler import Sampler, cache_length, tokenizer_of
 from holmesjax.generation.sampling import Sampling
 from holmesjax.generation.stage_decoder import StageDecoder, crossings, lengths
 from holmesjax.layer_specs.model_layers import EMBED
-from holmesjax.transport.rendezvous import Ports
+from holmesjax.transport.ports import Ports
 from holmesjax.transport.tcp import TcpTransport
 
 
@@ -31,7 +31,7 @@ class Generator(Worker):
         mesh = self._join(start)
         member.send(Up())
         texts = member.wait_for(Texts)
-        found = self._saved(start.resume)
+        found = self._files.saved(start.resume)
         assert found is not None, "the launcher has seen it"
         model = ModelConfig(**found.settings["model"])
         transport = self._transport(found, model, texts, mesh, ports)

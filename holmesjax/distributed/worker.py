@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,13 +21,11 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, mirror, restoring, skipped_data, stores, writing
-from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.checkpoints.mirror import Mirror
+from holmesjax.checkpoints import manifest, skipped_data, writing
 from holmesjax.data import cluster_paths, whole_digests
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
-from holmesjax.distributed import foreign_errors, partner_memory
+from holmesjax.distributed import foreign_errors
 from holmesjax.distributed.member import ADVANCE_S, Member
 from holmesjax.distributed.messages import (
     AllDone,
@@ -44,6 +42,7 @@ from holmesjax.distributed.messages import (
     Up,
 )
 from holmesjax.distributed.partner_memory import PartnerMemory
+from holmesjax.distributed.process_store import ProcessStore, join_store
 from holmesjax.distributed.store_end import OwnStore
 from holmesjax.errors import (
     REQUEUE,
@@ -51,7 +50,6 @@ from holmesjax.errors import (
     HolmesError,
     PeerError,
     SpikeError,
-    of_system,
 )
 from holmesjax.files import places
 from holmesjax.hosts import computing, nics
@@ -62,10 +60,9 @@ from holmesjax.islands.apart import IslandApart
 from holmesjax.islands.crossings import crossings_of
 from holmesjax.islands.mailbox import News
 from holmesjax.job import Job
-from holmesjax.liveness import hung_main_thread, lease
+from holmesjax.liveness import hung_main_thread
 from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_mesh
-from holmesjax.plan import partners
 from holmesjax.plan.processes import Process, domain_fabric, make_processes
 from holmesjax.report.process_step import ProcessStep
 from holmesjax.runtime import domain, program_cache
@@ -78,9 +75,10 @@ from holmesjax.training_loop import Runner, TrainingLoop
 from holmesjax.training_setup import TrainingSetup, make_chunks
 from holmesjax.transport import addresses, connections
 from holmesjax.transport.crossings import Crossing
+from holmesjax.transport.ports import Book, Ports, nic
 from holmesjax.transport.records import Record
 from holmesjax.transport.relayed import RelayPlace
-from holmesjax.transport.rendezvous import Book, Ports, Rendezvous, nic
+from holmesjax.transport.rendezvous import Rendezvous
 from holmesjax.transport.tcp import LinkLoss, TcpTransport, Timeouts
 
 
@@ -111,48 +109,6 @@ def work(
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
     return kind(job, environment, processes, env, find_host, store).run()
-
-
-def join_store(
-    folder: Path,
-    env: MutableMapping[str, str],
-    environment: ProcessEnvironment,
-    url: str | None = None,
-) -> OwnStore | None:
-    """Fetches the files of the run, where a run folder is not the launcher's; None where it is.
-
-    `url` is that of the folder's copy in an object store.
-    """
-    home = env.get("HOLMES_STORE")
-    if home is None and lease.owner(folder):  # whoever starts it has not said, and this says enough
-        return None
-    store = make_store(folder, environment)
-    if home is None:
-        home = store.home()
-    if home is None or not stores.is_own(folder, home):
-        return None
-    store.join(home)
-    if url:
-        try:
-            mirror.Mirror(url).join(folder)
-        except OSError as error:
-            raise of_system(error) from None
-    store.serve()
-    store.fetch_run_files()
-    if url and places.whole_url(jobs.load_config(folder).run.dir) != url:
-        store.mirror = mirror.of(folder)  # else the launcher writes there
-    return store
-
-
-def make_store(folder: Path, environment: ProcessEnvironment) -> OwnStore:
-    """The run folder of this process, which can fetch what others have."""
-    return OwnStore(
-        folder,
-        process=environment.number,
-        node=socket.gethostname(),
-        controller=environment.controller,
-        key=environment.key,
-    )
 
 
 class Worker:
@@ -197,6 +153,7 @@ class Worker:
             start_timeout_s=self._config.start_timeout_s,
             on_loss=self._give_up,
         )
+        self._files = ProcessStore(job, environment, processes, self._member, store)
         self._step, self._stopping = 0, False
         self._tcp: TcpTransport | None = None  # where there are several stages
         self._held_port: socket.socket | None = None  # of the coordinator, until it listens
@@ -252,7 +209,7 @@ class Worker:
         look = functools.partial(cluster_paths.look, job.config, [self._me.cluster])
         patiently(look, has_trained=has_trained)
         job.check_pool(self._env, [self._me.stage])
-        memory = self._open_memory()
+        memory = self._files.open_memory()
         ports = self._listen()
         member.status("was checking the attention kernels")
         unproven = find_unproven(
@@ -280,7 +237,7 @@ class Worker:
             member.send_compiled(batches.digests(), splits.place, splits.files, splits.left_out)
             member.status("waited for the other processes to compile")
             epoch = member.wait_for(Go).epoch
-            saved = self._checkpoint(start, chunks)
+            saved = self._files.checkpoint(start, chunks)
             member.status("was reading the checkpoint")
             self._step = start.resume
             try:
@@ -307,8 +264,8 @@ class Worker:
                     chunks,
                     self._send_saved,
                     self._send_unsaved,
-                    self._fence(epoch),
-                    self._begin_mirror(epoch),
+                    self._files.fence(epoch),
+                    self._files.begin_mirror(epoch),
                     member.advance,
                     reads_all=job.config.checkpoint.partner,
                 ),
@@ -320,26 +277,6 @@ class Worker:
         self._leave(done, close, is_over=loop.is_over)
         self._end_memory(memory, is_whole)
         return 0 if is_whole else REQUEUE
-
-    def _open_memory(self) -> PartnerMemory | None:
-        """The copies that this process keeps for other clusters; None: it keeps none."""
-        run_dir, store = self._job.run_dir, self._store
-        home = store.launchers if store else stores.known_identifier(run_dir)
-        is_first = all(x.node != self._me.node for x in self._processes[: self._me.number])
-        if not (self._job.config.checkpoint.partner and home and is_first):
-            return None
-        found = partners.partners(self._job.plan, self._processes)
-        holds = any(partner.holder == self._me for partner in found)
-        if not holds and not partner_memory.has_folder(home, self._me.node):
-            return None
-        return partner_memory.opened(
-            home,
-            me=self._me,
-            found=found,
-            topology=self._job.topology,
-            controller=self._environment.controller,
-            key=self._environment.key,
-        )
 
     def _end_memory(self, memory: PartnerMemory | None, is_whole: bool) -> None:
         """Gives the memory back, unless the run was stopped before its end."""
@@ -503,73 +440,6 @@ class Worker:
     def _waits_for(self, text: str) -> None:
         waiting = f"waited for {text} in" if text else "was busy in"
         self._member.status(f"{waiting} step {self._step}")
-
-    def _fence(self, epoch: int) -> Callable[[], None]:
-        """A check that the run folder is still that of this process's job."""
-        if self._store is None:
-            return lease.fence(self._job.run_dir, epoch)
-        return stores.begin(self._store.folder, self._start_name(str(self._store.launchers), epoch))
-
-    def _start_name(self, home: str, epoch: int) -> str:
-        return stores.start_name(home, epoch, self._environment.restart)
-
-    def _begin_mirror(self, epoch: int) -> Mirror | None:
-        """The copy of the run folder in an object store, where this process writes there."""
-        run_dir, store = self._job.run_dir, self._store
-        found = store.mirror if store and store.mirror else mirror.of(run_dir)
-        if found is None:
-            return None
-        home = store.launchers if store else stores.known_identifier(run_dir)
-        try:
-            found.begin(self._start_name(str(home), epoch), writes=self._me.leads)
-        except OSError as error:
-            raise of_system(error) from None
-        return found if self._me.leads else None
-
-    def _checkpoint(self, start: JobStart, chunks: Sequence[Chunk]) -> Checkpoint | None:
-        """Returns the checkpoint to resume; None for step 0, unless weights were imported.
-
-        Parts that are not in this process's store are fetched.
-        """
-        found = self._saved(start.resume)
-        if found and (self._store or manifest.elsewhere(found)):
-            self._member.status("was fetching the checkpoint")
-            store = self._store or make_store(self._job.run_dir, self._environment)
-            say = functools.partial(print, flush=True)
-            parts = restoring.parts_of(found, chunks)
-            store.fetch(
-                found,
-                parts,
-                self._member.advance,
-                say,
-                in_memory=start.in_memory,
-                bytes_per_s=self._fetched_bytes_per_s(found, parts, start.in_memory),
-            )
-        return found
-
-    def _fetched_bytes_per_s(
-        self, checkpoint: Checkpoint, parts: Collection[str], in_memory: Collection[str]
-    ) -> float | None:
-        """The rate of the slowest link to whoever wrote some parts, or has them in memory.
-
-        None where they come from elsewhere.
-        """
-        topology, me = self._job.topology, self._me
-        written = checkpoint.manifest.get("stores", {})
-        nodes = {written[part]["node"] for part in parts if part in written} - {me.node}
-        if not {*in_memory}.isdisjoint(parts):
-            nodes |= {other.node for other in self._processes if other.cluster != me.cluster}
-        if not nodes or not nodes <= {node.name for node in topology.nodes}:
-            return None
-        link = lambda node: topology.boundary_link(node, me.node)
-        return min(link(node).bandwidth_bytes_per_s for node in nodes)
-
-    def _saved(self, step: int) -> Checkpoint | None:
-        """The checkpoint after that step, as far as it is here."""
-        run_dir = self._job.run_dir
-        if step or manifest.has_manifest(manifest.folder_of(run_dir, 0)):
-            return manifest.wait_for(run_dir, step)
-        return None
 
     def _send_met(self, step: int, digests: Digests) -> None:
         if self._me.leads:

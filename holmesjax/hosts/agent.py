@@ -59,8 +59,8 @@ from holmesjax.transport import addresses as places, connections as wire, socket
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.frame_timing import Receiver, Sender
+from holmesjax.transport.ports import Ports
 from holmesjax.transport.records import Message, Record, decode, decode_as, encode
-from holmesjax.transport.rendezvous import Ports
 
 START_S = 30.0  # for the launcher's end to be there
 STALL_S = 30.0  # in which a connection must take a part, or answer

@@ -29,7 +29,7 @@ class Variable:
     name: str
     value: str
     reason: str
-    own: str | None  # what the user has set, which stays
+    user_value: str | None  # what the user has set, which stays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,16 @@ class Environment:
     @property
     def added(self) -> dict[str, str]:
         """The variables that the user has not set."""
-        return {v.name: v.value for v in self.variables if v.own is None}
+        return {v.name: v.value for v in self.variables if v.user_value is None}
 
     @property
     def warnings(self) -> list[str]:
         """The conflicts with the user's variables, and the problems, for a person to read."""
         conflicts = [
-            f"{v.name} stays {v.own!r}, as the user set it; this host would get {v.value!r}: "
-            f"{v.reason}"
+            f"{v.name} stays {v.user_value!r}, as the user set it; this host would get "
+            f"{v.value!r}: {v.reason}"
             for v in self.variables
-            if v.own not in (None, v.value)
+            if v.user_value not in (None, v.value)
         ]
         return [*conflicts, *self.problems]
 
@@ -83,7 +83,7 @@ def report(host: Host, environment: Environment) -> dict[str, Any]:
         "nics": [str(nic) for nic in host.nics],
         "variables": {
             v.name: {"value": v.value, "reason": v.reason}
-            | ({} if v.own is None else {"kept": v.own})
+            | ({} if v.user_value is None else {"kept": v.user_value})
             for v in environment.variables
         },
         "problems": list(environment.problems),
@@ -91,46 +91,48 @@ def report(host: Host, environment: Environment) -> dict[str, Any]:
 
 
 def environment(
-    host: Host, fabric: str, addresses: Sequence[str], own: Mapping[str, str]
+    host: Host, fabric: str, addresses: Sequence[str], user_env: Mapping[str, str]
 ) -> Environment:
     """Finds the variables of a process on a host, for a domain that spans hosts of one fabric.
 
     Args:
       fabric: of the cluster; "local" needs nothing.
       addresses: of this host on it, as in HOLMES_ADDRESSES.
-      own: from `user_settings`.
+      user_env: from `user_settings`.
 
     Raises:
       HolmesError: the host has no usable port on an RDMA fabric, which the user did not turn off.
     """
     if fabric == "local":
         return Environment()
-    found = _Variables(own)
+    found = _Variables(user_env)
     if FABRICS[fabric].is_rdma:
         name = FABRICS[fabric].title
         found.add("NCCL_NET", "IB", f"verbs, for {name}; without it a host may fall back to TCP")
-        if own.get("NCCL_NET", "IB").upper() == "IB":
+        if user_env.get("NCCL_NET", "IB").upper() == "IB":
             _add_ports(found, host, fabric)
     else:
         found.add("NCCL_NET", "Socket", "TCP: Ethernet joins the nodes, whatever else they have")
     _add_interface(found, host, fabric, addresses)
     for name, harm in HARMFUL.items():
-        if FABRICS[fabric].is_rdma and own.get(name, "0") != "0":
-            found.problems.append(f"{name} is {own[name]!r}: it {harm}; unset it")
+        if FABRICS[fabric].is_rdma and user_env.get(name, "0") != "0":
+            found.problems.append(f"{name} is {user_env[name]!r}: it {harm}; unset it")
     return Environment(variables=tuple(found.variables), problems=tuple(found.problems))
 
 
 class _Variables:
     """The variables that have been found so far."""
 
-    def __init__(self, own: Mapping[str, str]):
-        self.own = own
+    def __init__(self, user_env: Mapping[str, str]):
+        self.user_settings = user_env
         self.variables: list[Variable] = []
         self.problems: list[str] = []
 
     def add(self, name: str, value: str, reason: str) -> None:
-        own = self.own.get(name)
-        self.variables.append(Variable(name=name, value=value, reason=reason, own=own))
+        user_value = self.user_settings.get(name)
+        self.variables.append(
+            Variable(name=name, value=value, reason=reason, user_value=user_value)
+        )
 
 
 def _add_ports(found: _Variables, host: Host, fabric: str) -> None:
@@ -161,7 +163,7 @@ def _add_gid_index(found: _Variables, nics: Sequence[DiscoveredNic]) -> None:
         [gid] = [gid for gid in nics[0].gids if gid.index == index]
         kind = "IPv4" if gid.address.ipv4_mapped else f"IPv6, {gid.address}"
         found.add("NCCL_IB_GID_INDEX", str(index), f"{gid.kind} over {kind} on every port")
-    elif "NCCL_IB_GID_INDEX" not in found.own:
+    elif "NCCL_IB_GID_INDEX" not in found.user_settings:
         differing = ", ".join(f"{nic.name} has it at {nic.gids[0].index}" for nic in nics)
         found.problems.append(
             f"NCCL_IB_GID_INDEX is not set, since no index suits every port: {differing}; NCCL "

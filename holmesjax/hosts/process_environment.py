@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from holmesjax.errors import REQUEUE, HolmesError, PeerError
 from holmesjax.hosts import nics as discovery
 from holmesjax.hosts.nics import Host
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, connections, key_files
 
 # Variables with the number of a process, of our launchers, Slurm, Open MPI, PMI and Kubernetes.
 NUMBER = (
@@ -95,7 +95,7 @@ def key_of(env: Mapping[str, str]) -> bytes:
     takes its key with it: a process that comes later finds the folder alone, and waits for a next.
     """
     if (text := env.get("HOLMES_KEY")) is not None:
-        if re.fullmatch(f"[0-9a-f]{{{2 * connections.KEY_BYTES}}}", text):
+        if re.fullmatch(f"[0-9a-f]{{{2 * key_files.KEY_BYTES}}}", text):
             return bytes.fromhex(text)
         fix = "let the launcher set it, or set HOLMES_KEY_FILE instead"
         raise HolmesError("HOLMES_KEY", "is no key of a job", found="another text", fix=fix)
@@ -111,8 +111,8 @@ def key_of(env: Mapping[str, str]) -> bytes:
                 raise PeerError(path, problem, found="no such file", fix=fix)
             time.sleep(connections.PAUSE_S)
             continue
-        key = connections.read_key_file(path)
-        if wanted in (None, found := connections.key_digest(key)):
+        key = key_files.read_key_file(path)
+        if wanted in (None, found := key_files.key_digest(key)):
             return key
         if is_over:
             problem = f"is not the key that the launcher has, whose digest is {wanted}"
@@ -134,7 +134,7 @@ def addresses_by_fabric(
             given = _FABRICS.validate_json(text)
         except ValueError:
             raise _senseless(env, "HOLMES_ADDRESSES", what) from None
-        return {fabric: [*map(addresses.canonical, own)] for fabric, own in given.items()}
+        return {fabric: [*map(addresses.canonical, hosts)] for fabric, hosts in given.items()}
     host = find_host()
     found = discovery.addresses(host)
     if set(found) == {"local"}:

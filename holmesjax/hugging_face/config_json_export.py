@@ -85,7 +85,7 @@ def canonical(model: ModelConfig) -> Json:
     settings["num_kv_heads"], settings["head_dim"] = model.kv_heads, model.head_width
     settings["mlp_width"] = model.feed_forward_width
     settings["attention_scale"] = model.attention_scale or model.head_width**-0.5
-    turns = _kinds(model)
+    turns = _layer_kinds(model)
     settings["pattern"] = tuple(shortest(turns))
     if model.window_rotary_base == model.rotary_base and model.rotary_scaling is None:
         settings["window_rotary_base"] = None
@@ -104,7 +104,7 @@ def canonical(model: ModelConfig) -> Json:
     return settings
 
 
-def _kinds(model: ModelConfig) -> list[str]:
+def _layer_kinds(model: ModelConfig) -> list[str]:
     """The kind of each layer."""
     return [model.pattern[i % len(model.pattern)] for i in range(model.num_layers)]
 
@@ -119,12 +119,12 @@ def _experts(model: ModelConfig, family: str) -> Json:
     if family == "mixtral":
         return found | {"intermediate_size": expert_width(model)}
     if family == "deepseek_v3":
-        kinds, own = _kinds(model), model.experts
+        kinds, experts = _layer_kinds(model), model.experts
         first = kinds.index(EXPERT_BLOCK) if EXPERT_BLOCK in kinds else len(kinds)
         found |= {"first_k_dense_replace": first, "intermediate_size": model.feed_forward_width}
-        found |= {"n_shared_experts": (own.shared_width or 0) // expert_width(model)}
+        found |= {"n_shared_experts": (experts.shared_width or 0) // expert_width(model)}
         return found | {"num_nextn_predict_layers": 0}
-    dense = [i for i, kind in enumerate(_kinds(model)) if kind != EXPERT_BLOCK]
+    dense = [i for i, kind in enumerate(_layer_kinds(model)) if kind != EXPERT_BLOCK]
     found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     return found | {"intermediate_size": model.feed_forward_width}
 
@@ -147,7 +147,7 @@ def _latents(model: ModelConfig, family: str) -> Json:
 def _windows(model: ModelConfig, family: str) -> Json:
     """The keys of windows."""
     names = {kind: name for name, kind in TYPES.items()}
-    types = [names.get(kind, kind) for kind in _kinds(model)]
+    types = [names.get(kind, kind) for kind in _layer_kinds(model)]
     rule = FAMILIES[family].windows
     if rule == "none":
         return {}

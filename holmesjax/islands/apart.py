@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from holmesjax.checkpoints import skipped_data
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import Config, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import of_system
@@ -43,8 +43,9 @@ from holmesjax.islands.landing import (
     with_standing,
     with_updates,
 )
-from holmesjax.islands.mailbox import Arrived, Mailbox, MailboxSeat, News
+from holmesjax.islands.mailbox import Arrived, Mailbox, News
 from holmesjax.islands.mailbox_records import IslandProgress, Merged
+from holmesjax.islands.mailbox_seat import MailboxSeat
 from holmesjax.islands.meeting import Arrays, with_weights
 from holmesjax.islands.rejoining import open_mailbox
 from holmesjax.islands.runner import Island, IslandsInputs, IslandsRunner

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import ModelConfig, OuterConfig
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.kind import Parameter

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.islands.agreement import Digests
 from holmesjax.islands.crossings import in_pair, to_owner
@@ -102,8 +102,8 @@ class PairMeetings(IslandMeetings):
             for (what, name), x in zip(names, self._fetched(meeting, keys), strict=True):
                 come[what][name] = x
         new: Arrays = {}
-        for name, own in delta.items():
-            deltas = [own]
+        for name, moved in delta.items():
+            deltas = [moved]
             if other is not None:  # in the order of the islands
                 deltas.insert(0 if other < island else 1, come["delta"][name])
             step = _pair_program(self.outer, slow[name].sharding)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.islands.meeting import Arrays
 from holmesjax.parallel import sharding
 from holmesjax.runtime.chunk import ChunkState, Tree

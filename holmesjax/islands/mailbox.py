@@ -9,18 +9,15 @@ A place that cannot be reached, or an object that is damaged, is said, and tried
 """
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.config import OuterConfig
-from holmesjax.errors import HolmesError, PeerError
+from holmesjax.errors import PeerError
 from holmesjax.islands import mailbox_records as records
 from holmesjax.islands.election import RoundWatch
 from holmesjax.islands.island_lease import IslandLease
@@ -33,6 +30,7 @@ from holmesjax.islands.mailbox_records import (
     Merged,
     Sent,
 )
+from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
 from holmesjax.islands.round_merging import (
     DamagedSentError,
     temporary,
@@ -40,61 +38,13 @@ from holmesjax.islands.round_merging import (
     write_again,
     write_round,
 )
+from holmesjax.islands.sent_parts import SentParts, read_part
 
 KEPT_ROUNDS = 4  # the newest, so that whoever reads one has the time to
 CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
 BACK_OFF_S = 5.0  # until what has failed is tried again
 Arrays = dict[str, np.ndarray]  # by layer and name
-
-
-@dataclass(frozen=True, kw_only=True)
-class MailboxSeat:
-    """A process that uses a mailbox.
-
-    Args:
-      order: the names of all islands, by their numbers.
-      number: of the island.
-      part, parts: the stage whose weights this process has, and how many there are.
-      names: the parameters here that train, in the order of the model.
-      writes: whether this process sends the weights of its stage.
-      session: of the job, the same in all of its processes and in no other job.
-    """
-
-    order: tuple[str, ...]
-    number: int
-    part: int
-    parts: int
-    names: tuple[str, ...]
-    writes: bool
-    session: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    @property
-    def name(self) -> str:
-        """The name of the island."""
-        return self.order[self.number]
-
-    @property
-    def merges(self) -> bool:
-        """Whether this process speaks for its island: it renews the lease, and merges."""
-        return self.writes and self.part == 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """The rules by which islands merge.
-
-    Args:
-      outer: the rule of the step.
-      quorum: islands that a round needs.
-      grace_s: seconds for the others, once a quorum has sent.
-      lease_s: seconds of silence after which an island counts as gone.
-    """
-
-    outer: OuterConfig
-    quorum: int
-    grace_s: float
-    lease_s: float
 
 
 class News(NamedTuple):
@@ -153,11 +103,11 @@ class Mailbox:
         self._wanted: int | None = None  # a round that steps wait for
         self._opened = -1
         self._newest: Merged | None = None
-        self._sent: dict[str, Sent] = {}  # by the name of the object
         self._damaged: set[str] = set()  # objects that were said to be
         self._suspect = -1  # a round whose weights looked damaged once
         self._again_after_s = -1e9  # for a round that is written again
         self.lease = IslandLease(place, seat.order, seat.name, seat.session, rules.lease_s, clock)
+        self.sent = SentParts(place, seat.order, self.lease, self._say_damaged)
         self._watch: RoundWatch | None = None
         self._merge_after_s = -1e9  # behind a failure
         self._away_s: float | None = None  # since when the place cannot be reached
@@ -248,7 +198,7 @@ class Mailbox:
         return self._arrived.get(max(self._arrived, default=0) if number is None else number)
 
     def _missing(self, number: int, limit_s: float) -> PeerError:
-        sent = self._islands_of(number)
+        sent = self.sent.islands(number)
         found = f"{len(sent)} of {self._rules.quorum} islands have sent to it"
         if self._away_s is not None:
             found = "the mailbox cannot be reached"
@@ -261,14 +211,10 @@ class Mailbox:
 
     def overdue(self, number: int) -> str:
         """The event of a round that was not merged in time."""
-        sent, quorum = self._islands_of(number), self._rules.quorum
+        sent, quorum = self.sent.islands(number), self._rules.quorum
         if len(sent) < quorum:
             return f"round {number} has no quorum: {', '.join(sent) or 'none'} sent, of {quorum}"
         return f"round {number} is late: {', '.join(sent)} sent, and nobody has merged it"
-
-    def _islands_of(self, number: int) -> list[str]:
-        """The islands that are known to have sent something to a round."""
-        return sorted({x.island for x in list(self._sent.values()) if x.round == number})
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -396,12 +342,12 @@ class Mailbox:
             with self._changed:
                 self._newest = record
                 self._changed.notify_all()
-            self._sent = {name: x for name, x in self._sent.items() if x.round > self._newest.round}
+            self.sent.forget(newest)
         following, open_ones = newest + 1, rounds.get(newest + 1, {})
         others = {island for island, _ in records.senders(open_ones)}
         self._send_again(following, open_ones)
         if self._seat.merges:
-            self._read_sent(following, open_ones)
+            self.sent.read(following, open_ones)
         if self._first:
             if newest < 0 and not self._letters:
                 self._letters.append(self._first)
@@ -428,17 +374,13 @@ class Mailbox:
         Those that look damaged twice are written again. Raises DamagedObjectError, and OSError.
         """
         try:
-            self._refuse_outside(record.weights, record.file, sizes)
+            records.refuse_outside(record.weights, record.file, sizes)
             return records.read_arrays(self.place, record.file, record.weights, self._seat.names)
         except (DamagedObjectError, FileNotFoundError):
             is_sure, self._suspect = self._suspect == record.round, record.round
             if self._seat.merges and is_sure:
                 self._write_again(record)
             raise
-
-    def _refuse_outside(self, index: records.Index, file: str, sizes: Mapping[str, int]) -> None:
-        """Raises DamagedObjectError for arrays outside of an object of a round, as listed."""
-        records.refuse_outside(index, file, sizes.get(file.rpartition("/")[2]))
 
     def _write_again(self, record: Merged) -> None:
         """Writes what is damaged of a round again, of exactly what was merged.
@@ -456,7 +398,8 @@ class Mailbox:
             for island in [name for name in self._seat.order if name in record.sessions]:
                 names = records.sent_by(island, sizes)
                 of_session = [x for x in names if f".{record.sessions[island]}." in x]
-                sent[island] = [self._read_letter(f"{folder}/{x}", sizes) for x in of_session]
+                parts = [read_part(self.place, f"{folder}/{x}", sizes) for x in of_session]
+                sent[island] = parts
                 if not records.are_whole(sent[island]):
                     raise DamagedObjectError(f"what {island} has sent is gone")
             write_again(
@@ -479,54 +422,6 @@ class Mailbox:
             raise FileNotFoundError(name)
         return Merged.from_bytes(content, name)
 
-    def _read_sent(self, number: int, sizes: Mapping[str, int]) -> None:
-        """Reads the records of what was sent to a round, each once; damaged ones go."""
-        folder = records.round_folder(number)
-        self._sent = {
-            name: sent
-            for name, sent in self._sent.items()
-            if sent.round != number or name.removeprefix(f"{folder}/") in sizes
-        }
-        for file in sorted(sizes):
-            name = f"{folder}/{file}"
-            if not file.endswith(".json") or file == MERGED or name in self._sent:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    self._sent[name] = self._read_letter(name, sizes)
-                except DamagedObjectError as error:
-                    self._say_damaged(str(error))
-                    self.place.remove([name])  # its island sends it again
-
-    def _read_letter(self, name: str, sizes: Mapping[str, int]) -> Sent:
-        """The record of what was sent. Raises DamagedObjectError, and OSError."""
-        content = self.place.read(name)
-        if content is None:
-            raise FileNotFoundError(name)
-        sent = Sent.from_bytes(content, name)
-        self._refuse_outside(sent.index, sent.file, sizes)
-        return sent
-
-    def sent_to(self, number: int) -> dict[str, list[Sent]]:
-        """The parts that islands have sent to a round, by name.
-
-        An island may have several jobs: the one with its lease counts, then the one that is ahead.
-        """
-        sessions: dict[tuple[str, str], list[Sent]] = {}
-        for sent in self._sent.values():
-            if sent.round == number and sent.island in self._seat.order:
-                sessions.setdefault((sent.island, sent.session), []).append(sent)
-        found: dict[str, list[Sent]] = {}
-        rank = lambda sent: (
-            sent.session == self.lease.sessions.get(sent.island),
-            sent.progress.step,
-        )
-        for (island, _), parts in sessions.items():
-            is_first = island not in found or rank(parts[0]) > rank(found[island][0])
-            if is_first and records.are_whole(parts):
-                found[island] = parts
-        return found
-
     def own_weights(self, number: int, step: int) -> Arrays | None:
         """The weights here that the island has sent to a round after a step; None: they are gone.
 
@@ -534,8 +429,8 @@ class Mailbox:
         """
         try:
             folder = records.round_folder(number)
-            self._read_sent(number, records.in_rounds(self.place.listed(folder)).get(number, {}))
-            parts = self.sent_to(number).get(self._seat.name, [])
+            self.sent.read(number, records.in_rounds(self.place.listed(folder)).get(number, {}))
+            parts = self.sent.of_round(number).get(self._seat.name, [])
             if not parts or parts[0].progress.step != step:
                 return None
             return weights_of(self.place, parts, self._seat.names)
@@ -548,7 +443,7 @@ class Mailbox:
         if not self.lease.beat or self._clock() < self._merge_after_s:  # who lives is not known yet
             return False
         number = self._newest.round + 1 if self._newest else 0
-        sent = self.sent_to(number)
+        sent = self.sent.of_round(number)
         if self._watch is None or self._watch.number != number:
             is_first = number == 0
             self._watch = RoundWatch(
@@ -569,8 +464,8 @@ class Mailbox:
         try:
             if before := self._newest:
                 sizes = rounds.get(before.round, {})
-                self._refuse_outside(before.weights, before.file, sizes)
-                self._refuse_outside(before.momentum, before.momentum_file, sizes)
+                records.refuse_outside(before.weights, before.file, sizes)
+                records.refuse_outside(before.momentum, before.momentum_file, sizes)
             is_own = write_round(
                 self.place,
                 self._scratch,
@@ -583,10 +478,7 @@ class Mailbox:
             )
         except DamagedSentError as error:
             self._say_damaged(str(error))
-            for part in sent[error.island]:
-                name = f"{part.file.removesuffix('.bin')}.json"
-                self.place.remove([name])
-                self._sent.pop(name, None)
+            self.sent.remove(sent[error.island])
             return False
         except (DamagedObjectError, FileNotFoundError) as error:  # of the round before
             self._merge_after_s = self._clock() + BACK_OFF_S
@@ -605,47 +497,3 @@ class Mailbox:
     def _remove_old(self, number: int, rounds: Mapping[int, Mapping[str, int]]) -> None:
         for old in [known for known in rounds if known <= number - KEPT_ROUNDS]:
             self.place.remove([f"{records.round_folder(old)}/{name}" for name in rounds[old]])
-
-
-def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
-    """Makes a mailbox that of a run, or finds that it is.
-
-    Raises HolmesError for the mailbox of another run, and OSError.
-    """
-    content = records.sealed(run)
-    try:
-        place.put(records.RUN, content, replaces=False)
-        _refuse_without_condition(place, where)
-    except FileExistsError:
-        try:
-            found = records.opened(place.read(records.RUN) or b"", records.RUN)
-        except DamagedObjectError as error:
-            fix = "name another parallel.mailbox, or empty this one before all islands start"
-            raise HolmesError(where, "is no mailbox", found=error, fix=fix) from None
-        differ = [name for name in run if found.get(name) != run[name]]
-        raise HolmesError(
-            where,
-            "is the mailbox of another run",
-            found=", ".join(f"{name}: {found.get(name)}, not {run[name]}" for name in differ)
-            or "other settings",
-            fix="name another parallel.mailbox; a run of other settings has one of its own",
-        ) from None
-
-
-def _refuse_without_condition(place: Counted, where: str) -> None:
-    """Raises HolmesError for a store that writes an object over another one, told not to."""
-    name = f"probe.{secrets.token_hex(8)}"
-    try:
-        for content in (b"first", b"second"):
-            place.put(name, content, replaces=False)
-    except FileExistsError:
-        return
-    finally:
-        place.remove([name])
-    place.remove([records.RUN])
-    raise HolmesError(
-        where,
-        "is in a store without conditional writes: two islands could merge one round",
-        found="it wrote an object over another one",
-        fix="use a store that knows If-None-Match, or a folder that all islands see",
-    )

@@ -203,11 +203,12 @@ def in_rounds(listed: Mapping[str, int]) -> dict[int, dict[str, int]]:
     return found
 
 
-def refuse_outside(index: Index, file: str, size: int | None) -> None:
-    """Raises DamagedObjectError where an array lies outside of its object, of so many bytes.
+def refuse_outside(index: Index, file: str, sizes: Mapping[str, int]) -> None:
+    """Raises DamagedObjectError where an array lies outside of its object of a round, as listed.
 
-    An object that was not listed, None, is not there yet or any more: whoever reads it sees.
+    An object that was not listed is not there yet or any more: whoever reads it sees.
     """
+    size = sizes.get(file.rpartition("/")[2])
     for name, entry in index.items():
         if size is not None and entry.first + _bytes(entry) > size:
             raise DamagedObjectError(f"{file} has no {name}: it is too short")

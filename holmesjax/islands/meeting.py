@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from holmesjax.checkpoints import digests
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.islands.agreement import Digests, compare
 from holmesjax.islands.crossings import again, from_owner, link, to_owner, ways_of
@@ -36,7 +36,7 @@ from holmesjax.plan.outer_rule import (
     trained_sizes,
 )
 from holmesjax.runtime.chunk import Chunk, ChunkState, kept_leaves
-from holmesjax.runtime.outer_state import Outer, Own, Tree
+from holmesjax.runtime.outer_state import IslandArrays, Outer, Tree
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.local import LocalTransport, Transport
 
@@ -53,7 +53,7 @@ class Round:
     step: int  # after which it began
     names: Collection[str]  # of the parameters
     # By island, what it sends of what it owns: nothing of it crosses.
-    own: dict[int, Arrays] = field(default_factory=dict)
+    owned: dict[int, Arrays] = field(default_factory=dict)
     # By island, of eager updates: its own part of the step, and the momentum behind it.
     ahead: dict[int, Arrays] = field(default_factory=dict)
     momentum: dict[int, Arrays] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class IslandMeetings:
             outer = replace(outer, before=copies(outer.weights))
         if kept.own and outer.own is None:
             first = lambda name: (zeros if name == "momentum" else copies)(state.params)
-            outer = replace(outer, own=Own(**{name: first(name) for name in kept.own}))
+            outer = replace(outer, own=IslandArrays(**{name: first(name) for name in kept.own}))
         return outer
 
     def _owned(self, island: int, tree: Tree) -> Tree:
@@ -160,9 +160,9 @@ class IslandMeetings:
             sent = self._sent(island, names, in_background)
             if self.outer.rule == "eager":
                 self._take_own_step(meeting, k, island, sent)
-            meeting.own[k] = {name: x for name, x in sent.items() if self._owners[name] == k}
+            meeting.owned[k] = {name: x for name, x in sent.items() if self._owners[name] == k}
             for name, x in sent.items():
-                if name not in meeting.own[k]:
+                if name not in meeting.owned[k]:
                     self.transport.offer(meeting.key(to_owner(k, name)), x)
         if in_background:
             self._ask(meeting, self._to_owners(meeting))
@@ -216,7 +216,7 @@ class IslandMeetings:
         assert not meeting.is_merged, "owners sum once"
         meeting.is_merged = True
         merged = {k: self._merge_on(meeting, k, island) for k, island in states.items()}
-        meeting.own.clear()
+        meeting.owned.clear()
         return merged
 
     def _merge_on(
@@ -226,7 +226,7 @@ class IslandMeetings:
         weights = _arrays([outer.weights for outer in kept])
         momentum = _arrays([outer.momentum for outer in kept])
         before = _arrays([outer.before for outer in kept])
-        own, others = meeting.own[island], [k for k in range(self.count) if k != island]
+        own, others = meeting.owned[island], [k for k in range(self.count) if k != island]
         arriving = self._fetched(meeting, [to_owner(k, name) for name in own for k in others])
         for name in own:
             theirs = {k: next(arriving) for k in others}

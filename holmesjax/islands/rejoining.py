@@ -20,14 +20,8 @@ from holmesjax.config import Config, PlaceConfig
 from holmesjax.errors import HolmesError, of_system
 from holmesjax.files import places, run_folder
 from holmesjax.islands import mailbox_records as records
-from holmesjax.islands.mailbox import (
-    FOLDER_POLL_S,
-    STORE_POLL_S,
-    Mailbox,
-    MailboxSeat,
-    Rules,
-    claim,
-)
+from holmesjax.islands.mailbox import FOLDER_POLL_S, STORE_POLL_S, Mailbox
+from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, open_place
 from holmesjax.islands.mailbox_records import (
     MERGED,
@@ -36,6 +30,7 @@ from holmesjax.islands.mailbox_records import (
     Merged,
     Sent,
 )
+from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
 
 SCRATCH = "mailbox_scratch"
 

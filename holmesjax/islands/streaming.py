@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import ModelConfig, ParallelConfig
 from holmesjax.islands.meeting import Arrays, IslandMeetings, Round, States, all_landed
 from holmesjax.layer_specs.model_layers import layers

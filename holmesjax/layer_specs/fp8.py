@@ -25,7 +25,7 @@ MAXIMA = "fp8/maxima_ST"
 # The inputs of a block's products, by the last of the weights that they meet.
 INPUTS = {"value_DGK": "attention", "out_HKD": "out", "up_DF": "feed_forward", "down_FD": "down"}
 # Numbers that a forward moves for the codes of one number of an input; a backward moves as many
-# again as for the rest of a layer (`costs.stage_times.BACKWARD_NUMBERS`). Delayed: so that they
+# again as for the rest of a layer (`costs.layer_times.BACKWARD_NUMBERS`). Delayed: so that they
 # take what they took on an H200, 151 ms of a step of 861 ms, most of it in the backward and at half
 # the bandwidth, in a program that transposed codes in memory. A current scale reads an input once
 # more, which was not measured.

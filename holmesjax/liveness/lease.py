@@ -20,20 +20,15 @@ over writes into files of its own (`is_taken_over`).
 """
 
 import contextlib
-import datetime
 import errno
-import getpass
 import json
 import os
-import secrets
-import shlex
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from holmesjax.errors import (
     ConfigError,
@@ -43,18 +38,18 @@ from holmesjax.errors import (
     UnseenLeaseError,
     raise_if_passing,
 )
-from holmesjax.files import json_text, regular_files
+from holmesjax.files import regular_files
 from holmesjax.files.whole_files import TEMPORARY, owned, write_whole
-from holmesjax.liveness import hung_main_thread
+from holmesjax.liveness import hung_main_thread, lease_record
+from holmesjax.liveness.lease_record import FILE, Record
 
-FILE, EPOCH = "owner.json", "epoch.json"
+EPOCH = "epoch.json"
 RENEW_S = 5.0
 MOST_BYTES = 1 << 16  # of a lease
 TERM_S = 60.0  # twelve renewals: a busy file system may hold up several in a row
 LOOK_S = 1.0  # between two looks at the lease of another host
 SETTLE_S = 0.5  # for somebody who has renamed a lease to see that it is not stale, and put it back
 TRIES = 100
-Record = dict[str, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -80,7 +75,7 @@ class Lease:
         say: Callable[[str], None] = lambda text: print(text, flush=True),
     ):
         self._path, self._on_loss = Path(run_dir).absolute() / FILE, on_loss
-        self._record = _own_record()
+        self._record = lease_record.new_record()
         self._lost: LostLeaseError | None = None
         self._renewing, self._ended = threading.RLock(), threading.Event()
         self._end_looks: Callable[[], None] = lambda: None
@@ -135,8 +130,8 @@ class Lease:
 
     def _look(self) -> None:
         """Reads the lease. Raises LostLeaseError, and OSError where it cannot be read."""
-        found = _read(self._path)
-        if found is None or not _is_of(found, self._record):
+        found = lease_record.read(self._path)
+        if found is None or not lease_record.is_of(found, self._record):
             self._renew()
             self.check()
 
@@ -174,11 +169,11 @@ class Lease:
         with self._renewing:  # no other thread learns of a loss, and ends this process, in between
             do()
             try:
-                found = _read(self._path)
+                found = lease_record.read(self._path)
             except OSError:
                 undo()
                 raise
-            if found is not None and _is_of(found, self._record):
+            if found is not None and lease_record.is_of(found, self._record):
                 return
             undo()
         self._renew()
@@ -199,7 +194,7 @@ class Lease:
         self._thread.join(RENEW_S)
         if not self._lost:
             with contextlib.suppress(OSError):  # then it is stale
-                _remove(self._path, self._record)
+                lease_record.remove(self._path, self._record)
         if not self._thread.is_alive():
             os.close(self._file)
 
@@ -207,10 +202,10 @@ class Lease:
 
     def _take(self, say: Callable[[str], None]) -> None:
         """Returns when the lease is ours; `_file` is its descriptor."""
-        own = _beside(self._path, self._record["token"])
+        own = lease_record.beside(self._path, self._record["token"])
         file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            os.write(file, _text(self._record))
+            os.write(file, lease_record.text(self._record))
             os.fsync(file)
             self._link(own, file, say)
             self._file, self._end_looks = file, owned(self._path.parent, self._look)
@@ -219,19 +214,20 @@ class Lease:
             os.close(file)
             self._end_looks()
             with contextlib.suppress(OSError):
-                _remove(self._path, self._record)
+                lease_record.remove(self._path, self._record)
             raise
         finally:
             with contextlib.suppress(OSError):  # it is a second name, which a later owner removes
                 own.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the lease is ours, whatever else is left
-            for left in self._path.parent.glob(_beside(self._path, "*").name):  # by a kill -9
-                if (record := _read(left)) and _is_gone(record):
+            hidden = lease_record.beside(self._path, "*").name
+            for left in self._path.parent.glob(hidden):  # by a kill -9
+                if (record := lease_record.read(left)) and lease_record.is_gone(record):
                     left.unlink(missing_ok=True)
 
     def _begin_epoch(self, file: int) -> None:
         """Takes the number behind all others; the lease is ours, so nobody else does."""
-        known = _read(self._path.with_name(EPOCH)) or {"epoch": 0}
+        known = lease_record.read(self._path.with_name(EPOCH)) or {"epoch": 0}
         last = known.get("epoch")
         if not isinstance(last, int):  # the record is damaged: no count of owners comes so far
             last = time.time_ns()
@@ -241,7 +237,7 @@ class Lease:
                 with contextlib.suppress(IsADirectoryError):
                     left.unlink(missing_ok=True)  # else its owner could wake up, and rename it
         self._record["epoch"] = f"{max(last, self._earlier_epoch) + 1:020}"
-        os.pwrite(file, _text(self._record), 0)
+        os.pwrite(file, lease_record.text(self._record), 0)
         os.fsync(file)
         self._write_epoch()
 
@@ -255,24 +251,24 @@ class Lease:
         for _ in range(TRIES):
             with contextlib.suppress(FileExistsError):
                 os.link(own, self._path)
-            other = _read(self._path)
+            other = lease_record.read(self._path)
             if other and other.get("token") == self._record["token"]:
                 if not has_taken_over:
                     return
                 time.sleep(SETTLE_S)
-                other = _read(self._path)
+                other = lease_record.read(self._path)
                 if other and other.get("token") == self._record["token"]:
                     return
             if other is None:  # given up just now
                 time.sleep(0.01)
                 continue
-            if not _is_gone(other):
+            if not lease_record.is_gone(other):
                 wait_until_stale(self._path, other, say)
-            if _remove(self._path, other):
+            if lease_record.remove(self._path, other):
                 has_taken_over = self._is_taken_over = True
                 with contextlib.suppress(ValueError):
                     self._earlier_epoch = max(self._earlier_epoch, int(other.get("epoch", 0)))
-                say(f"taking the run folder over from {_who(other)}, which is gone")
+                say(f"taking the run folder over from {lease_record.who(other)}, which is gone")
         raise OSError(errno.EBUSY, f"{FILE} comes and goes")
 
     # ---- keeping it ----------------------------------------------------------------------------
@@ -288,10 +284,10 @@ class Lease:
             self._record["counter"] = f"{int(self._record['counter']) + 1:012}"
             try:
                 self._write()
-                found = _read(self._path)
+                found = lease_record.read(self._path)
                 if found is None:  # perhaps renamed by mistake
                     time.sleep(SETTLE_S)
-                    found = _read(self._path)
+                    found = lease_record.read(self._path)
             except OSError as error:
                 if _now_s() > self._renewed_s + TERM_S:
                     problem = f"could not renew its lease for {TERM_S:g} s"
@@ -300,7 +296,7 @@ class Lease:
                 return
             if found is None:
                 self._lose("has lost its lease", f"no {FILE}")
-            elif not _is_of(found, self._record):
+            elif not lease_record.is_of(found, self._record):
                 self._lose("has lost its lease to another process", self._who_has(found))
             else:
                 self._renewed_s = _now_s()
@@ -308,7 +304,7 @@ class Lease:
     def _write(self) -> None:
         """Writes the record; a file server that was away may have forgotten the open file."""
         try:
-            os.pwrite(self._file, _text(self._record), 0)
+            os.pwrite(self._file, lease_record.text(self._record), 0)
             os.fsync(self._file)
         except OSError as error:
             if error.errno != errno.ESTALE:
@@ -319,14 +315,15 @@ class Lease:
     def _open_again(self) -> None:
         """Opens the lease by its name, if it is ours: another's is never written to."""
         file = regular_files.opener(self._path, os.O_RDWR)
-        if _is_of(_record_in(os.pread(file, MOST_BYTES, 0)), self._record):
+        if lease_record.is_of(lease_record.record_in(os.pread(file, MOST_BYTES, 0)), self._record):
             self._file, file = file, self._file
         with contextlib.suppress(OSError):
             os.close(file)
 
     def _who_has(self, found: Record) -> str:
         epoch = str(found.get("epoch", "")).lstrip("0")
-        return f"{_who(found)}, with epoch {epoch or 'unknown'}; this process has {self.epoch}"
+        who = lease_record.who(found)
+        return f"{who}, with epoch {epoch or 'unknown'}; this process has {self.epoch}"
 
     def _lose(
         self,
@@ -364,17 +361,18 @@ def fence(run_dir: str | Path, epoch: int) -> Callable[[], None]:
       epoch: of the owner.
     """
     path = Path(run_dir).absolute() / FILE
-    is_own = lambda: (_read(path) or {}).get("epoch") == f"{epoch:020}"
+    is_own = lambda: (lease_record.read(path) or {}).get("epoch") == f"{epoch:020}"
 
     def check() -> None:
         if is_own():
             return
         time.sleep(SETTLE_S)  # perhaps renamed by mistake
         if not is_own():
+            found = lease_record.read(path)
             raise LostLeaseError(
                 str(path.parent),
                 "the job of this process has lost its lease to another process, and has stopped",
-                found=_who(found) if (found := _read(path)) else f"no {FILE}",
+                found=lease_record.who(found) if found else f"no {FILE}",
                 fix="let the other job go on",
             )
 
@@ -383,8 +381,8 @@ def fence(run_dir: str | Path, epoch: int) -> Callable[[], None]:
 
 def owner(run_dir: str | Path) -> str | None:
     """Who owns a run folder, in words; None if nobody does, or its owner here has ended."""
-    record = _read(Path(run_dir) / FILE)
-    if record is None or _is_gone(record):
+    record = lease_record.read(Path(run_dir) / FILE)
+    if record is None or lease_record.is_gone(record):
         return None
     return "process {pid} on {host}".format_map({"pid": "?", "host": "?"} | record)
 
@@ -412,13 +410,14 @@ def wait_until_stale(
     Raises:
       LeaseError: the owner lives.
     """
-    if _is_here(seen):
+    if lease_record.is_here(seen):
         raise _owned(path, seen)  # its process was just seen
-    say(f"{path.parent} is owned by {_who(seen)}; waiting for {TERM_S:g} s for a sign of its life")
+    who = lease_record.who(seen)
+    say(f"{path.parent} is owned by {who}; waiting for {TERM_S:g} s for a sign of its life")
     still_s, last_s = 0.0, clock()
     while still_s < TERM_S:
         sleep(LOOK_S)
-        found = _read(path)
+        found = lease_record.read(path)
         if found is None or found.get("token") != seen.get("token"):
             return
         if found != seen:
@@ -427,144 +426,18 @@ def wait_until_stale(
         still_s, last_s = still_s + min(now_s - last_s, 2 * LOOK_S), now_s
 
 
-# ---- the file --------------------------------------------------------------------------------
-
-
-def _own_record() -> Record:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = str(os.getuid())
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "user": user,
-        "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
-        "command": " ".join(shlex.join(sys.orig_argv).split())[:300],  # on one line
-        **_machine(),
-        "started": _started(os.getpid()),
-        "token": secrets.token_hex(16),
-        "epoch": f"{0:020}",
-        "counter": f"{0:012}",  # all texts of a lease are equally long
-    }
-
-
-def _text(record: Record) -> bytes:
-    return json.dumps(record, indent=1).encode() + b"\n"
-
-
-def _read(path: Path) -> Record | None:
-    """Reads the lease; None if there is none. Raises OSError where that is not to be seen."""
-    try:
-        content = regular_files.read_bytes(path)  # opened anew each time: NFS then asks the server
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        # Deleted on another host, or the server was away; it lists the names if it is there.
-        if error.errno == errno.ESTALE and path.name not in os.listdir(path.parent):
-            return None
-        raise
-    return _record_in(content)
-
-
-def _record_in(content: bytes) -> Record:
-    """The record in a file of a lease; that of a file that is none has its text."""
-    try:
-        record = json_text.value_of(content)
-    except ValueError:
-        record = None
-    return record if isinstance(record, dict) else {"text": content.decode(errors="replace")}
-
-
-def _is_of(found: Record, record: Record) -> bool:
-    """Whether a lease that was read is an owner's own; the counter may have moved."""
-    return all(found.get(name) == record[name] for name in ("token", "epoch"))
-
-
-def _beside(path: Path, name: str) -> Path:
-    return path.with_name(f".{path.name}.{name}")
-
-
-def _remove(path: Path, record: Record) -> bool:
-    """Deletes the lease if it is `record`; returns false if it is another one, or missing."""
-    aside = _beside(path, secrets.token_hex(8))
-    is_that = lambda found: found is not None and found.get("token") == record.get("token")
-    if not is_that(_read(path)):
-        return False
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        if not aside.exists():  # the answer of a server may have been lost
-            return False
-    was_that = is_that(_read(aside))
-    if not was_that:  # somebody was faster, in the moment after we looked
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            os.link(aside, path)
-    with contextlib.suppress(OSError):  # it is no lease any more
-        aside.unlink(missing_ok=True)
-    return was_that
-
-
-# ---- owners ----------------------------------------------------------------------------------
-
-
 def _now_s() -> float:
     """Seconds of a clock that goes on while the machine sleeps, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _machine() -> Record:
-    """The space in which a process number means a process: two containers have two."""
-    try:
-        return {
-            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            "processes": os.readlink("/proc/self/ns/pid"),
-        }
-    except OSError:  # no Linux
-        return {"boot": "", "processes": ""}
-
-
-def _is_here(record: Record) -> bool:
-    here = {"host": socket.gethostname(), **_machine()}
-    return bool(here["boot"]) and all(record.get(name) == here[name] for name in here)
-
-
-def _is_gone(record: Record) -> bool:
-    """Tells whether the owner's process has certainly ended."""
-    pid = record.get("pid")
-    if not _is_here(record) or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user, whose processes /proc may hide
-        return _started(pid) not in (record.get("started"), "")
-    return _started(pid) != record.get("started")
-
-
-def _started(pid: int) -> str:
-    """When a process started, in ticks of its machine; "" for none, or one that has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def _who(record: Record) -> str:
-    if "token" not in record:
-        return f"somebody whose {FILE} makes no sense"
-    return "process {pid} on {host} (user {user}, since {since}): {command}".format_map(
-        {name: "?" for name in _own_record()} | record
-    )
-
-
 def _owned(path: Path, record: Record) -> LeaseError:
-    stop = "end it" if _is_here(record) else f"end it on {record.get('host', 'its host')}"
+    stop = (
+        "end it" if lease_record.is_here(record) else f"end it on {record.get('host', 'its host')}"
+    )
     fix = f"wait for it, {stop}, or use another run.dir; if the folder is a copy, delete its {FILE}"
     problem = "is in use by another process"
-    return LeaseError(str(path.parent), problem, found=_who(record), fix=fix)
+    return LeaseError(str(path.parent), problem, found=lease_record.who(record), fix=fix)
 
 
 def _unusable(folder: Path, error: OSError) -> HolmesError:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from holmesjax.config import OptimizerConfig
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
+from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.groups import update_settings
 from holmesjax.optimizers.optimizer import Tree, rounding_seed
 from holmesjax.parallel import sharding
@@ -26,14 +27,14 @@ def _seed(path: tuple) -> int:
 
 def _moments(tree: Tree) -> list[Any]:
     """The moments of each parameter, in the order of the parameters."""
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ops.Quantized))
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, update_ops.Quantized))
 
 
 class AdamWState(NamedTuple):
     """The moments have the shapes of the parameters, and their places."""
 
     updates: jax.Array  # so far, int32
-    mu: Tree  # of `ops.Quantized` where they are kept as int8
+    mu: Tree  # of `update_ops.Quantized` where they are kept as int8
     nu: Tree
 
 
@@ -58,7 +59,7 @@ class AdamW:
 
     def init(self, params: Tree) -> AdamWState:
         zeros = lambda which: jax.tree.map(
-            lambda p: ops.zero_moment(p.shape, self.config.moments, which), params
+            lambda p: update_ops.zero_moment(p.shape, self.config.moments, which), params
         )
         return AdamWState(jnp.zeros((), jnp.int32), zeros("first"), zeros("second"))
 
@@ -67,7 +68,7 @@ class AdamW:
 
         def of_moment(path: tuple, _: jax.ShapeDtypeStruct, moment: Any) -> Any:
             master = sharding.master_sharding(stated(self.statements, path), mesh)
-            specs = ops.moment_spec(moment, master.spec, mesh.shape)
+            specs = update_ops.moment_spec(moment, master.spec, mesh.shape)
             is_spec = lambda x: isinstance(x, PartitionSpec)
             return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
@@ -87,14 +88,14 @@ class AdamW:
         """A state with moments that are kept in another way, kept in this one's."""
 
         def kept(path: tuple, moment: Any, which: Any) -> Any:
-            wide = ops.widen(moment, which)
-            like = ops.zero_moment(wide.shape, self.config.moments, which)
-            return ops.round_moment(wide, like, state.updates, _seed(path), which)
+            wide = update_ops.widen(moment, which)
+            like = update_ops.zero_moment(wide.shape, self.config.moments, which)
+            return update_ops.round_moment(wide, like, state.updates, _seed(path), which)
 
         of = lambda moments, which: jax.tree_util.tree_map_with_path(
             lambda path, moment: kept(path, moment, which),
             moments,
-            is_leaf=lambda x: isinstance(x, ops.Quantized),
+            is_leaf=lambda x: isinstance(x, update_ops.Quantized),
         )
         return AdamWState(state.updates, of(state.mu, "first"), of(state.nu, "second"))
 
@@ -106,8 +107,8 @@ class AdamW:
         new, state = self.apply(gradients, state, params)
         return jax.tree.map(lambda new, old: new - old, new, params), state
 
-    def choose_kernel(self, kernels: ops.Kernels) -> ops.OptimizerChoice:
-        return ops.choose_optimizer(self.config.moments, kernels)
+    def choose_kernel(self, kernels: ops.Kernels) -> update_ops.OptimizerChoice:
+        return update_ops.choose_optimizer(self.config.moments, kernels)
 
     def apply(
         self,
@@ -125,19 +126,19 @@ class AdamW:
         c, count = self.config, state.updates + 1
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         parts = zip([x for _, x in paths], _moments(state.mu), _moments(state.nu), strict=True)
-        leaves = [ops.Leaf(*part) for part in parts]
+        leaves = [update_ops.Leaf(*part) for part in parts]
         hyperparameters = []
         statements = [stated(self.statements, path) for path, _ in paths]
         for (path, _), statement in zip(paths, statements, strict=True):
             rate, decay = update_settings(c, path, statement)
             seeds = {"seed": _seed(path), "rounding": rounding_seed(path)}
-            own = ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, rate=rate, **seeds)
+            own = update_ops.Hyperparameters(c.beta1, c.beta2, c.epsilon, decay, rate=rate, **seeds)
             hyperparameters.append(own)
         rate = self.schedule(state.updates)
-        step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
+        step = update_ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         specs = sharding.master_specs(statements, kernels.mesh)
         told = step, hyperparameters, kernels, c.moments, statements, specs
-        new = ops.adamw(leaves, jax.tree.leaves(gradients), *told)
+        new = update_ops.adamw(leaves, jax.tree.leaves(gradients), *told)
         columns = zip(*new, strict=True) if new else ((), (), ())  # a stage may train nothing
         trees = [jax.tree.unflatten(structure, column) for column in columns]
         return trees[0], AdamWState(jnp.where(applies, count, state.updates), trees[1], trees[2])

@@ -23,6 +23,7 @@ from holmesjax.config.update_rules import NumberFormat
 from holmesjax.errors import ConfigError
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
+from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.groups import update_settings
 from holmesjax.optimizers.optimizer import State, Tree, map_layers
 from holmesjax.parallel import sharding
@@ -165,7 +166,7 @@ class Elementwise:
             new = jax.tree_util.tree_map_with_path(moved, params, direction)
             return new, ElementwiseState(state.updates + 1, inner)
 
-        return ops.changed_if(jnp.asarray(applies), update, (params, state), kernels)
+        return update_ops.changed_if(jnp.asarray(applies), update, (params, state), kernels)
 
     def learning_rate(self, state: ElementwiseState) -> jax.Array:
         return self.schedule(state.updates)

@@ -31,6 +31,7 @@ from holmesjax.config import OptimizerConfig
 from holmesjax.layer_specs.kind import Parameter
 from holmesjax.models import ops
 from holmesjax.models.layer import stated
+from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.groups import update_settings
 from holmesjax.optimizers.optimizer import State, Tree, rounding_seed
 from holmesjax.parallel import sharding
@@ -162,9 +163,9 @@ class Muon:
         masters = jax.tree_util.tree_map_with_path(of_master, params)
         return MuonState._make([sharding.replicated(mesh), masters, self._others(masters)])
 
-    def choose_kernel(self, kernels: ops.Kernels) -> ops.OptimizerChoice:
+    def choose_kernel(self, kernels: ops.Kernels) -> update_ops.OptimizerChoice:
         """The choice for parameters that have AdamW: matrices have products of cuBLAS."""
-        return ops.choose_optimizer("float32", kernels)
+        return update_ops.choose_optimizer("float32", kernels)
 
     def apply(
         self,
@@ -192,18 +193,20 @@ class Muon:
             own = update_settings(c, path, statement)
             told = c.beta1, c.beta2, c.epsilon, own.weight_decay
             seed = rounding_seed(path)
-            hyperparameters.append(ops.Hyperparameters(*told, rate=own.rate, rounding=seed))
-        leaves = [ops.Leaf(rows[path].parameter, rows[path].mu, nu) for path, nu in nu_of.items()]
-        step = ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
+            hyperparameters.append(update_ops.Hyperparameters(*told, rate=own.rate, rounding=seed))
+        leaves = [
+            update_ops.Leaf(rows[path].parameter, rows[path].mu, nu) for path, nu in nu_of.items()
+        ]
+        step = update_ops.factors(count, scale, rate, c.beta1, c.beta2, applies)
         of_others = [rows[path].gradient for path in nu_of]
         specs = sharding.master_specs(statements, kernels.mesh)
         shared = step, hyperparameters, kernels, "float32", statements, specs
-        others = ops.adamw(leaves, of_others, *shared)
+        others = update_ops.adamw(leaves, of_others, *shared)
         matrices = {path: row for path, row in rows.items() if path not in nu_of}
         of_matrices = {path: row.gradient for path, row in matrices.items()}
         move = functools.partial(self._moved, of_matrices, scale, rate, count, kernels.mesh)
         held = [(row.parameter, row.mu) for row in matrices.values()]
-        new = dict(zip(matrices, ops.changed_if(applies, move, held, kernels), strict=True))
+        new = dict(zip(matrices, update_ops.changed_if(applies, move, held, kernels), strict=True))
         new |= {path: leaf[:2] for path, leaf in zip(nu_of, others, strict=True)}
         trees = [jax.tree.unflatten(structure, [new[p][i] for p in names]) for i in range(2)]
         nu = jax.tree.unflatten(jax.tree.structure(state.nu), [leaf.nu for leaf in others])
@@ -248,7 +251,7 @@ class Muon:
             wide = x.astype(jnp.float32)
             wide = wide - factor * rate * (direction + decay * wide)
             if x.dtype == jnp.bfloat16:
-                wide = ops.round_parameter(wide, update, rounding_seed(path))
+                wide = update_ops.round_parameter(wide, update, rounding_seed(path))
             new.append((wide, momenta[path]))
         return new
 

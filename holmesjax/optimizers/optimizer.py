@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from holmesjax.config import OptimizerConfig
 from holmesjax.config.update_rules import RULES
 from holmesjax.models import ops
-from holmesjax.optimizers import learning_rates
+from holmesjax.optimizers import learning_rates, update_ops
 from holmesjax.optimizers.learning_rates import StepTokens
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
@@ -42,7 +42,7 @@ class Optimizer(Protocol):
     def shardings(self, params: Tree, mesh: Mesh) -> State:
         """The sharding of each array of the state, for parameters of these shapes."""
 
-    def choose_kernel(self, kernels: ops.Kernels) -> ops.OptimizerChoice | None:
+    def choose_kernel(self, kernels: ops.Kernels) -> update_ops.OptimizerChoice | None:
         """Returns what computes AdamW's step, and why; None: no parameter has it.
 
         Raises:

@@ -12,7 +12,7 @@ from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name
 from holmesjax.plan.plan import Plan, StagePlan, TaskSeconds
 from holmesjax.planner import prices
-from holmesjax.planner.layer_ranges import Counts, add, split_chunks
+from holmesjax.planner.layer_ranges import Counts, split_chunks, sum_counts
 from holmesjax.planner.problem import Problem, StageSeconds
 from holmesjax.planner.stage_layouts import clusters_of, joined_name
 from holmesjax.planner.step_time import (
@@ -161,7 +161,7 @@ def stage_layers(
     None: the checkpointing is for all.
     """
     own, again = problem.layer_counts(candidate.assignment, candidate.order.chunks)[stage]
-    return add(own), None if again is None else add(again)
+    return sum_counts(own), None if again is None else sum_counts(again)
 
 
 def stage_seconds(problem: Problem, candidate: Candidate, stage: int) -> StageTimes:

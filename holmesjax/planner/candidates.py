@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from holmesjax.config import ParallelConfig
-from holmesjax.planner.layer_ranges import Counts, add, split_chunks
-from holmesjax.planner.problem import Assignment, Problem, Segment, StageSlot, roles
+from holmesjax.planner.assignment import Assignment, Segment, StageSlot
+from holmesjax.planner.layer_ranges import Counts, split_chunks, sum_counts
+from holmesjax.planner.problem import Problem, roles
 from holmesjax.planner.shortlist import Listed
 from holmesjax.planner.stage_layouts import Role, StepSettings
 from holmesjax.planner.step_time import chunk_roles, stage_loads, transfer_times
@@ -129,7 +130,7 @@ class ScheduleKind(NamedTuple):
           role: whether the stage holds the embedding or the head.
           chunks: Transformer layers of each of its chunks, of each kind.
         """
-        is_split, blocks = self.splits_backward, add(chunks)
+        is_split, blocks = self.splits_backward, sum_counts(chunks)
         whole = problem.seconds(slot, settings, role, blocks, is_split)
         times = [
             problem.seconds(slot, settings, own_role, chunk, is_split)

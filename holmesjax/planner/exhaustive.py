@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Assignment, Segment, StageSlot
 from holmesjax.planner.candidates import (
     Around,
     ScheduleKind,
@@ -24,8 +25,8 @@ from holmesjax.planner.candidates import (
     schedule_kinds,
 )
 from holmesjax.planner.layer_ranges import Counts, split_chunks
-from holmesjax.planner.problem import Assignment, Segment, StageSlot, roles
-from holmesjax.planner.shortlist import Offers
+from holmesjax.planner.offers import Offers
+from holmesjax.planner.problem import roles
 from holmesjax.planner.stage_layouts import InFlight, Role, StepSettings
 from holmesjax.planner.step_time import transfer_times
 from holmesjax.planner.trials import Trials

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Segment
 from holmesjax.planner.candidates import ScheduleKind, schedule_kinds
-from holmesjax.planner.problem import Problem, Segment
+from holmesjax.planner.offers import MAX_STAGES
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings, meshes
 
 MOST_POOLS = 6  # of which all sets are tried in every order; of more, two orders of all
@@ -58,7 +60,7 @@ def fitting(problem: Problem, settings: StepSettings) -> Iterator[tuple[Segment,
         for index, pool in enumerate(problem.pools)
         if index in found
     )
-    most = min(most, problem.num_layers // kind.chunks, shortlist.MAX_STAGES)
+    most = min(most, problem.num_layers // kind.chunks, MAX_STAGES)
     possible = [
         n
         for n in (range(1, most + 1) if numbers is None else numbers)

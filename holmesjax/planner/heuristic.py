@@ -15,6 +15,7 @@ import numpy as np
 
 from holmesjax.config import ParallelConfig
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.candidates import (
     in_order,
     near_depths,
@@ -24,8 +25,9 @@ from holmesjax.planner.candidates import (
 )
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.layer_split import split
-from holmesjax.planner.problem import Assignment, Problem, Segment
-from holmesjax.planner.shortlist import CHECKPOINTING, Listed, Offers
+from holmesjax.planner.offers import Offers
+from holmesjax.planner.problem import Problem
+from holmesjax.planner.shortlist import CHECKPOINTING, Listed
 from holmesjax.planner.stage_layouts import StepSettings
 from holmesjax.planner.step_time import stage_loads, transfer_times
 from holmesjax.planner.trials import Candidate, Trials

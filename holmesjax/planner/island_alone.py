@@ -40,7 +40,7 @@ def alone(config: Config, topology: Topology) -> tuple[Config, Topology]:
         raise PlanError("parallel.quorum", problem, found=parallel.quorum, fix="use fewer")
     if parallel.island is None:
         return config, topology
-    numbers = [k for k, own in enumerate(islands) if parallel.island in (*own, names[k])]
+    numbers = [k for k, members in enumerate(islands) if parallel.island in (*members, names[k])]
     if not numbers:
         fix = f"use {', '.join(names)}"
         raise PlanError("parallel.island", "names no island", found=parallel.island, fix=fix)

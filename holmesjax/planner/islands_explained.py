@@ -12,7 +12,8 @@ from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.ways import ChosenWay, Way
 from holmesjax.planner.across import PIPELINE, way_of_islands, way_of_pipeline
-from holmesjax.planner.explain import Explanation, aligned, describe, explain
+from holmesjax.planner.explain import Explanation, explain
+from holmesjax.planner.explanation_description import aligned, describe
 from holmesjax.planner.islands import (
     clusters_of,
     island_config,

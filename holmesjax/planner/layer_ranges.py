@@ -141,6 +141,6 @@ def split_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     return tuple(each + (chunk < rest) for chunk in range(num_chunks))
 
 
-def add(counts: Sequence[Counts]) -> Counts:
+def sum_counts(counts: Sequence[Counts]) -> Counts:
     """The counts of several ranges together."""
     return counts[0] if len(counts) == 1 else tuple(map(sum, zip(*counts, strict=True)))

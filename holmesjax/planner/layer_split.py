@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from holmesjax.planner.assignment import Assignment, Segment, StageSlot
 from holmesjax.planner.layer_ranges import Counts
-from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment, StageSlot
+from holmesjax.planner.problem import PricedStage, Problem
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 

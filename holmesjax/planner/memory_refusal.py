@@ -12,7 +12,7 @@ from holmesjax.plan import device_pool, pins
 from holmesjax.planner import shortlist
 from holmesjax.planner.assembly import as_plan
 from holmesjax.planner.problem import Problem
-from holmesjax.planner.search import EFFORT, Found
+from holmesjax.planner.search import EFFORT, SearchResult
 from holmesjax.planner.selection import find_within, make_problems
 from holmesjax.planner.step_time import step_seconds
 from holmesjax.planner.trials import Trials
@@ -41,14 +41,14 @@ FREED = (
 )
 
 
-def nearest(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
+def nearest(problems: Sequence[Problem]) -> tuple[Problem, SearchResult] | None:
     """Plans with the checkpointing that keeps least, on devices with as little more memory as it
     takes to find any."""
     usable_memory = problems[0].usable_memory
     lean, least = [_leanest(problem) for problem in problems], least_memory(problems)
 
     @functools.cache
-    def within(factor: float) -> tuple[Problem, Found] | None:
+    def within(factor: float) -> tuple[Problem, SearchResult] | None:
         share = least * factor * usable_memory
         return find_within(
             [lean_problem.set_to(lean_problem.config.parallel, share) for lean_problem in lean],
@@ -60,8 +60,8 @@ def nearest(problems: Sequence[Problem]) -> tuple[Problem, Found] | None:
 
 
 def fits_after_all(
-    problems: Sequence[Problem], close: tuple[Problem, Found] | None
-) -> tuple[Problem, Found] | None:
+    problems: Sequence[Problem], close: tuple[Problem, SearchResult] | None
+) -> tuple[Problem, SearchResult] | None:
     """The nearest plans that fit the memory that there is; None if none does."""
     if close is None:
         return None
@@ -80,10 +80,12 @@ def fits_after_all(
         for each_problem in problems
         for bound in Trials(each_problem, effort=0).bounds.values()
     )
-    return problem, Found(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
+    return problem, SearchResult(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
 
 
-def memory_refusal(problems: Sequence[Problem], close: tuple[Problem, Found] | None) -> PlanError:
+def memory_refusal(
+    problems: Sequence[Problem], close: tuple[Problem, SearchResult] | None
+) -> PlanError:
     """The refusal says what the nearest plan lacks; the fix is left to `with_remedy`.
 
     Args:

@@ -34,7 +34,7 @@ from holmesjax.planner.memory_refusal import (
 )
 from holmesjax.planner.problem import Problem
 from holmesjax.planner.refusals import refuse_impossible, refuse_large_meshes
-from holmesjax.planner.search import Found, search
+from holmesjax.planner.search import SearchResult, search
 from holmesjax.planner.selection import (
     Saying,
     find_within,
@@ -139,7 +139,7 @@ def make_changed_plan(
 
 
 def timed_again(
-    problem: Problem, found: Found, changed: Topology
+    problem: Problem, found: SearchResult, changed: Topology
 ) -> tuple[Problem, Candidate] | None:
     """The fastest of some plans on changed machines that still have their nodes and devices.
 
@@ -164,7 +164,7 @@ def find(
     topology: Topology,
     say: Saying = silently,
     usable_memory: float = USABLE_MEMORY,
-) -> tuple[Problem, Found]:
+) -> tuple[Problem, SearchResult]:
     """The best plans there are, with what they were found in. Raises PlanError as `make_plan`."""
     return _find_both(config, topology, say, usable_memory, compares=False)[0]
 
@@ -176,7 +176,7 @@ def _find_both(
     usable_memory: float,
     compares: bool,
     remedies: bool = True,
-) -> tuple[tuple[Problem, Found], tuple[Problem, Found] | None]:
+) -> tuple[tuple[Problem, SearchResult], tuple[Problem, SearchResult] | None]:
     """The best plans with what the config pins, and those without; None: not asked for, or none.
 
     A search is no proof, unless its effort was enough. What the search without pins finds may have
@@ -186,7 +186,7 @@ def _find_both(
     pinned, by_time = pins.pins(config.parallel), config.plan.is_by_time
 
     @functools.cache
-    def free() -> tuple[Problem, Found] | None:
+    def free() -> tuple[Problem, SearchResult] | None:
         if not pinned:
             return None
         without = lambda what: say(f"{what}, without the settings of parallel")
@@ -196,7 +196,7 @@ def _find_both(
         except PlanError:
             return None
 
-    def kept(most_s: float = math.inf) -> tuple[Problem, Found] | None:
+    def kept(most_s: float = math.inf) -> tuple[Problem, SearchResult] | None:
         """Those of the plans without pins that have them all, and take less time."""
         if not by_time or (result := free()) is None:
             return None
@@ -227,9 +227,9 @@ def _find(
     topology: Topology,
     say: Saying,
     usable_memory: float,
-    otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
+    otherwise: Callable[[], tuple[Problem, SearchResult] | None] = lambda: None,
     remedies: bool = True,
-) -> tuple[Problem, Found]:
+) -> tuple[Problem, SearchResult]:
     """The result of one search: `find`, as the config is.
 
     Args:
@@ -261,8 +261,8 @@ def _find(
 def _find_fitting(
     problems: Sequence[Problem],
     say: Saying,
-    otherwise: Callable[[], tuple[Problem, Found] | None] = lambda: None,
-) -> tuple[tuple[Problem, Found] | None, tuple[Problem, Found] | None]:
+    otherwise: Callable[[], tuple[Problem, SearchResult] | None] = lambda: None,
+) -> tuple[tuple[Problem, SearchResult] | None, tuple[Problem, SearchResult] | None]:
     """The best plans that memory holds; and the `nearest`, if they were looked for."""
     may_fit = least_memory(problems) <= 1.0
     if may_fit and (result := find_within(problems, say=say)) is not None:
@@ -275,7 +275,7 @@ def _find_fitting(
 
 def _find_across(
     config: Config, topology: Topology, refusal: PlanError, usable_memory: float
-) -> tuple[Problem, Found] | None:
+) -> tuple[Problem, SearchResult] | None:
     """Plans whose stages may lie in several clusters, for what is refused without them.
 
     None where there is no such plan either, or where the config says which clusters stages are in

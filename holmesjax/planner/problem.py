@@ -1,8 +1,5 @@
-"""The decisions of a plan, and the seconds of stages and links for any of them.
+"""What a plan is searched for: a config and machines, and the seconds of any stages and links.
 
-segment     consecutive stages of the pipeline that share a pool, and their mesh
-slot        the place of one stage in its segment
-assignment  segments in the order of the pipeline, with the layers of every stage
 order       which schedule the pipeline runs, and with how many microbatches
 flow        what one stage sends to another, one array after the other
 pipe        a capacity of one way between clusters, or of several: flows that want more queue
@@ -21,6 +18,7 @@ from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs import work
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Axis
+from holmesjax.planner.assignment import Assignment, Segment, StageSlot
 from holmesjax.planner.layer_ranges import Counts, LayerRanges, split_chunks
 from holmesjax.planner.mesh_order import MeshPlacement
 from holmesjax.planner.stage_costs import StageCosts
@@ -38,46 +36,6 @@ from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue, Simulator
 from holmesjax.schedules.tasks import Task, max_in_flight, max_waiting
 from holmesjax.topology.machines import Link, Node, Pipe, Topology
-
-
-class StageSlot(NamedTuple):
-    """The place of one stage: one of the stages of a segment."""
-
-    pool: int
-    mesh: MeshShape
-    num_stages: int  # of the segment
-    number: int  # of them
-
-
-class Segment(NamedTuple):
-    """Consecutive stages on one pool."""
-
-    pool: int
-    mesh: MeshShape
-    num_stages: int
-
-    @property
-    def slots(self) -> tuple[StageSlot, ...]:
-        return _slots(self)
-
-
-@functools.cache  # a search asks over and over
-def _slots(segment: Segment) -> tuple[StageSlot, ...]:
-    return tuple(StageSlot(*segment, index) for index in range(segment.num_stages))
-
-
-class Assignment(NamedTuple):
-    """The devices and the layers of every stage; with a schedule, one way to train."""
-
-    segments: tuple[Segment, ...]
-    layers: tuple[int, ...]  # Transformer layers of each stage
-    # The first layers of each stage that the checkpointing is for. Empty: it is for all.
-    recomputed: tuple[int, ...] = ()
-
-    @property
-    def slots(self) -> tuple[StageSlot, ...]:
-        return tuple(itertools.chain(*(segment.slots for segment in self.segments)))
-
 
 Flow = tuple[StageSlot, StageSlot]  # from one stage to another
 

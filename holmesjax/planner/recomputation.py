@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from holmesjax.planner import shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.candidates import near_depths, orders_of, schedule_kinds, with_moves
-from holmesjax.planner.layer_ranges import Span, add
+from holmesjax.planner.layer_ranges import Span, sum_counts
 from holmesjax.planner.layer_split import split
-from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment
+from holmesjax.planner.problem import PricedStage, Problem
 from holmesjax.planner.stage_layouts import InFlight, StepSettings
 from holmesjax.planner.step_time import stage_loads, step_seconds
 from holmesjax.planner.trials import ASSIGNMENTS_PER_TASK, Candidate
@@ -197,8 +198,8 @@ def _fewest(
     problem: Problem, stage: PricedStage, spans: Sequence[Span], in_flight: InFlight
 ) -> int:
     most = sum(number for _, number in spans)
-    blocks = add(problem.ranges.first(spans, most))
-    again = lambda number: add(problem.ranges.first(spans, number))
+    blocks = sum_counts(problem.ranges.first(spans, most))
+    again = lambda number: sum_counts(problem.ranges.first(spans, number))
     holds = lambda number: problem.holds(stage, blocks, in_flight, again(number))
     # A layer that computes again needs room for what it computes: the first may take more than it
     # spares.

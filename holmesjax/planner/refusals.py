@@ -16,6 +16,7 @@ from holmesjax.layer_specs.kind import PARTS_DIM, TENSOR_DIMS
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.plan import Axis
 from holmesjax.planner import prices, shortlist
+from holmesjax.planner.offers import MAX_STAGES
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
     MeshShape,
@@ -247,7 +248,7 @@ def _refuse_number_of_stages(config: Config, topology: Topology) -> None:
         limits = (
             (num_layers, "layers of the model"),
             (topology.num_devices, "devices of the topology"),
-            (shortlist.MAX_STAGES, "stages that are planned"),
+            (MAX_STAGES, "stages that are planned"),
         )
         most, of = min(limits)
         if num_stages > most:

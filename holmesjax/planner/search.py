@@ -19,7 +19,7 @@ EFFORT = 2e6  # simulated tasks, or about as much work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     best: tuple[Candidate, ...]  # of different segments or settings, the fastest first
@@ -33,7 +33,7 @@ class Found:
         return 1.0 - self.bound_s / self.best[0].step_s
 
 
-def search(problem: Problem, effort: float = EFFORT) -> Found | None:
+def search(problem: Problem, effort: float = EFFORT) -> SearchResult | None:
     """The fastest plans; None where memory holds none, or where no mesh is possible.
 
     Plans that cut no sequences between products are searched by themselves, too, where the run
@@ -47,17 +47,17 @@ def search(problem: Problem, effort: float = EFFORT) -> Found | None:
     if found is None or whole is None:
         return found or whole
     best = sorted([*whole.best, *found.best], key=lambda candidate: candidate.step_s)
-    return Found(best=tuple(best), bound_s=min(found.bound_s, best[0].step_s))
+    return SearchResult(best=tuple(best), bound_s=min(found.bound_s, best[0].step_s))
 
 
-def _search(problem: Problem, effort: float) -> Found | None:
+def _search(problem: Problem, effort: float) -> SearchResult | None:
     trials = Trials(problem, effort)
     bound_s = _try_all(trials)
     if not trials.found:
         return None
     if not (best := refined(problem, trials.found.values())):
         return None
-    return Found(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
+    return SearchResult(best=tuple(best), bound_s=min(bound_s, best[0].step_s))
 
 
 def _try_all(trials: Trials) -> float:

@@ -8,7 +8,7 @@ from holmesjax.errors import PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import prices
 from holmesjax.planner.problem import Problem
-from holmesjax.planner.search import EFFORT, Found, search
+from holmesjax.planner.search import EFFORT, SearchResult, search
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import has_unlike_devices, make_pools, tensor_sizes
 from holmesjax.planner.trials import Candidate
@@ -67,7 +67,7 @@ def with_wide_tensor(problems: Sequence[Problem]) -> list[Problem]:
 
 def find_within(
     problems: Sequence[Problem], effort: float = EFFORT, say: Saying = silently
-) -> tuple[Problem, Found] | None:
+) -> tuple[Problem, SearchResult] | None:
     """The best plans of some problems; None where no plan was found that fits the memory.
 
     Raises PlanError where none is within the budget.
@@ -87,13 +87,13 @@ def find_within(
     bound_s = min(searched.bound_s for _, searched in results)
     if is_priced:
         problem, best = _best_for_its_price(config, results)
-        return problem, Found(best=best, bound_s=bound_s)
+        return problem, SearchResult(best=best, bound_s=bound_s)
     problem, found = min(results, key=lambda result: result[1].best[0].step_s)
     return problem, dataclasses.replace(found, bound_s=bound_s)
 
 
 def _best_for_its_price(
-    config: Config, results: Sequence[tuple[Problem, Found]]
+    config: Config, results: Sequence[tuple[Problem, SearchResult]]
 ) -> tuple[Problem, tuple[Candidate, ...]]:
     """The best candidate within the budget, then the others on the same machines."""
     priced = [

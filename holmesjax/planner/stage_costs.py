@@ -11,8 +11,9 @@ from holmesjax.costs import collective_times, memory, work
 from holmesjax.costs.attention import asked_of
 from holmesjax.costs.collective_times import Group, Groups
 from holmesjax.costs.expert_exchange import choices, expert_numbers
+from holmesjax.costs.layer_times import layers_s
 from holmesjax.costs.stage_shape import DTYPE_BYTES, LOGIT_BYTES, StageShape
-from holmesjax.costs.stage_times import StageTimes, layers_s, stage_times
+from holmesjax.costs.stage_times import StageTimes, stage_times
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.layer_specs.experts import sent_width
 from holmesjax.plan.plan import Axis

@@ -7,7 +7,7 @@ import numpy as np
 
 from holmesjax.config.update_rules import RULES
 from holmesjax.costs import work
-from holmesjax.costs.stage_times import attention_in_stage
+from holmesjax.costs.layer_times import attention_in_stage
 from holmesjax.planner.assembly import stage_layers, stage_seconds
 from holmesjax.planner.problem import Problem, roles
 from holmesjax.planner.trials import Candidate

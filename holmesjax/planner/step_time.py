@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from holmesjax.costs.parameters import table_parameters
-from holmesjax.planner.layer_ranges import Counts, add
-from holmesjax.planner.problem import Assignment, PricedStage, Problem, Segment, roles
+from holmesjax.planner.assignment import Assignment, Segment
+from holmesjax.planner.layer_ranges import Counts, sum_counts
+from holmesjax.planner.problem import PricedStage, Problem, roles
 from holmesjax.planner.stage_layouts import (
     Role,
     StepSettings,
@@ -36,8 +37,8 @@ def stage_loads(problem: Problem, assignment: Assignment, settings: StepSettings
     for slot, role, (counts, again) in zip(
         assignment.slots, roles(len(layers)), layers, strict=True
     ):
-        first = None if again is None else add(again)
-        found.append(problem.microbatch_s(slot, settings, role, add(counts), first))
+        first = None if again is None else sum_counts(again)
+        found.append(problem.microbatch_s(slot, settings, role, sum_counts(counts), first))
     return found
 
 
@@ -194,8 +195,8 @@ class _AssignmentCosts:
         again: tuple[Counts, ...] | None,
     ) -> "_StageRow | None":
         problem, order, settings = self._problem, self._order, self._settings
-        blocks, is_split = add(chunks), order.splits_backward
-        recomputed = None if again is None else add(again)
+        blocks, is_split = sum_counts(chunks), order.splits_backward
+        recomputed = None if again is None else sum_counts(again)
         in_flight = problem.in_flight(order, place, sum(blocks))
         if not problem.holds(stage, blocks, in_flight, recomputed):
             return None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from holmesjax.planner import shortlist
-from holmesjax.planner.problem import Assignment, Problem, Segment
-from holmesjax.planner.shortlist import Offers
+from holmesjax.planner.assignment import Assignment, Segment
+from holmesjax.planner.offers import Offers, make_offers
+from holmesjax.planner.problem import Problem
 from holmesjax.planner.stage_layouts import StepSettings
 from holmesjax.planner.step_time import step_seconds
 from holmesjax.schedules.pipeline_schedules import TaskOrder
@@ -71,7 +72,7 @@ class Trials:
         if settings not in self._offers:
             if len(self._offers) == MAX_OFFERED:
                 raise EffortSpent
-            self._offers[settings] = offers = shortlist.make_offers(self.problem, settings)
+            self._offers[settings] = offers = make_offers(self.problem, settings)
             self.bounds[settings] = shortlist.bound_s(self.problem, settings, offers)
         return self._offers[settings]
 

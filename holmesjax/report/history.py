@@ -5,6 +5,7 @@ the memory of a launcher. Here a step takes 9 bytes for each of its numbers.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,12 @@ class History:
         if name not in self._columns:
             return np.full(len(self), np.nan)
         return self._columns[name].values[self._order]
+
+    def median(self, name: Name) -> float:
+        """The median of a number over the steps that have a finite one; NaN where none has."""
+        values = self.of(name)
+        finite = values[np.isfinite(values)]
+        return float(np.median(finite)) if len(finite) else math.nan
 
     def with_steps(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
         """The steps that have a number, and their numbers: two of [found]."""

@@ -20,7 +20,8 @@ from holmesjax.checkpoints import scrub
 from holmesjax.checkpoints.commit_alarm import FIELD
 from holmesjax.config import Config
 from holmesjax.liveness import lease
-from holmesjax.plan.plan import Plan, layers_text
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan_description import layers_text
 from holmesjax.report import history, link_losses, metrics
 from holmesjax.report.console import validation_losses
 from holmesjax.report.goodput import goodput, rows

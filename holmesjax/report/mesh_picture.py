@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
-from holmesjax.plan.plan import Plan, StagePlan, layers_text
+from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.plan.plan_description import layers_text
 from holmesjax.report.style import (
     GRID,
     IDLE,

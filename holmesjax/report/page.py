@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -22,18 +22,17 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from holmesjax.checkpoints import commit_alarm, scrub
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.files import json_text, regular_files, yaml_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
-from holmesjax.plan.plan import Plan, StagePlan, layers_text
+from holmesjax.plan.plan import Plan, StagePlan
+from holmesjax.plan.plan_description import layers_text
 from holmesjax.report import (
     expert_alarm,
     figures,
-    goodput,
     history,
     island_rounds,
     link_losses,
@@ -43,9 +42,10 @@ from holmesjax.report import (
     trace,
 )
 from holmesjax.report.history import History
+from holmesjax.report.page_cards import cards, number_text
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Topology
-from holmesjax.units import duration, show
+from holmesjax.units import counted, show
 
 Record = Mapping[str, Any]
 FILE = "report.html"
@@ -61,15 +61,6 @@ THEME = {
     style.IDLE: "var(--idle)",
     style.PAPER: "var(--paper)",
 }
-
-
-class _Card(NamedTuple):
-    """A number of the summary."""
-
-    label: str
-    value: str
-    unit: str
-    note: str
 
 
 class _Table(NamedTuple):
@@ -144,7 +135,7 @@ def write_report(run_dir: str | Path) -> Path:
     text = _template().render(
         title=run_dir.resolve().name,
         facts=_facts(plan, records),
-        cards=_cards(plan, records),
+        cards=cards(records),
         sections=sections,
         config=regular_files.read_text(run_dir / "config.yaml"),
     )
@@ -158,8 +149,9 @@ def _rounds_section(found: island_rounds.IslandRounds | None) -> list[_Section]:
     """The rounds of an island that is a job of its own, and its newest events."""
     if found is None:
         return []
-    text = f"{_count(found.rounds, 'round')} of the mailbox landed, {found.left_out} of them "
-    text += f"merged without this island. {_count(len(found.events), 'event')}."
+    text = f"{counted(found.rounds, 'round', form=',')} of the mailbox landed, "
+    text += f"{found.left_out} of them merged without this island. "
+    text += f"{counted(len(found.events), 'event', form=',')}."
     islands = [(name, f"{count:,}") for name, count in found.tokens.items()]
     tables = [_Table(("Island", "Tokens in these rounds"), islands)] if islands else []
     if found.events:
@@ -198,112 +190,24 @@ def _facts(plan: Plan, records: History) -> list[str]:
     num_devices = sum(len(stage.devices) for stage in plan.stages)
     return [
         f"topology {plan.topology}",
-        f"{_count(len(plan.stages), 'stage')} on {_count(num_devices, 'device')}",
-        f"schedule {plan.schedule} with {_count(plan.microbatches, 'microbatch', 'es')}",
+        f"{counted(len(plan.stages), 'stage', form=',')} on "
+        f"{counted(num_devices, 'device', form=',')}",
+        f"schedule {plan.schedule} with {counted(plan.microbatches, 'microbatch', 'es', form=',')}",
         f"step {records.last['step']:,}",
     ]
-
-
-def _cards(plan: Plan, records: History) -> list[_Card]:
-    first, last = records.first, records.last
-    validated = records.last_validated
-    steps_s = records.of("step_time_s")
-    tokens = float(np.dot(records.of("tokens_per_s"), steps_s))
-    skipped = int(np.count_nonzero(records.of("skipped") > 0))
-    rate, step_s = _median(records, "tokens_per_s"), _median(records, "step_time_s")
-    has_mfu = bool(records.has("mfu").any())
-    left_s = last.get("time_left_s", 0.0)
-    total_s = float(steps_s.sum())
-    return [
-        _Card(
-            "Final loss",
-            _number(last["loss"], ".3f"),
-            "nats/token",
-            f"{_number(first['loss'], '.3f')} at step {first['step']:,}",
-        ),
-        _Card(
-            "Validation loss",
-            _number(validated["val_loss"], ".3f") if validated else "none",
-            "nats/token" if validated else "",
-            f"at step {validated['step']:,}" if validated else "not measured in this run",
-        ),
-        *(
-            _Card(f"Validation: {name}", _number(loss, ".3f"), "nats/token", "")
-            for name, loss in (validated.get("val_losses", {}) if validated else {}).items()
-        ),
-        _Card("Throughput", _number(rate, ",.0f"), "tokens/s", "median over steps"),
-        _Card("Step time", _number(step_s, ".3g"), "s", "median over steps"),
-        *_input_wait(records),
-        *_goodput(last),
-        *_alarms(records),
-        *_damages(records),
-        _Card(
-            "Tokens",
-            _number(tokens, ",.0f"),
-            "",
-            f"{_count(len(records), 'step')}, {skipped:,} skipped",
-        ),
-        _Card(
-            "MFU",
-            _number(_median(records, "mfu"), ".1%") if has_mfu else "none",
-            "",
-            "of the devices' peak, median over steps"
-            if has_mfu
-            else "these devices have no data sheet",
-        ),
-        _Card(
-            "Wall time",
-            _number(total_s, duration),
-            "",
-            f"sum of all steps; {duration(left_s)} left" if left_s else "sum of all steps",
-        ),
-    ]
-
-
-def _input_wait(records: History) -> list[_Card]:
-    """The wait for batches; nothing of runs that did not measure it."""
-    waited = records.has("input_wait_s")
-    if not waited.any():
-        return []
-    spent_s = records.of("step_time_s")[waited].sum()
-    share = float(records.of("input_wait_s")[waited].sum() / spent_s)
-    wait_s = _number(_median(records, "input_wait_s"), ".3g")
-    return [_Card("Input wait", wait_s, "s", f"median over steps; {share:.1%} of the wall time")]
-
-
-def _alarms(records: History) -> list[_Card]:
-    """The steps during which no checkpoint had been committed for too long."""
-    steps, since = records.with_steps(commit_alarm.FIELD)
-    if not len(steps):
-        return []
-    note = f"without a checkpoint, for {since.max():,.0f} steps at most; last at {steps[-1]:,.0f}"
-    return [_Card("Alarm", f"{len(steps):,}", "steps", note)]
-
-
-def _damages(records: History) -> list[_Card]:
-    """The checkpoints that were found damaged while the run went on."""
-    _, damaged = records.with_steps(scrub.FIELD)
-    if not len(damaged):
-        return []
-    note = f"when they were read again; the newest is that after step {damaged.max():,.0f}"
-    return [_Card("Damaged checkpoints", f"{len(set(damaged)):,}", "", note)]
-
-
-def _goodput(last: Record) -> list[_Card]:
-    """The share of the run's time in steps that count; nothing of runs that did not measure it."""
-    if "wall_s" not in last:
-        return []
-    spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in goodput.rows(last))
-    return [_Card("Goodput", _number(goodput.goodput(last), ".1%"), "", spent)]
 
 
 def _plan_section(plan: Plan, records: History, titles: _Titles) -> _Section:
     columns = ("Stage", "Cluster", "Layers", "Mesh and fabrics", "Devices", "Memory per device")
     stages = [_stage_row(number, stage) for number, stage in enumerate(plan.stages)]
-    step_s, bubble = _median(records, "step_time_s"), _median(records, "bubble_share")
+    step_s, bubble = records.median("step_time_s"), records.median("bubble_share")
     compared = [
-        ("Step time", _number(plan.step_time_s, ".3g") + " s", _number(step_s, ".3g") + " s"),
-        ("Bubble", _number(plan.shares.get("bubble", 0.0), ".1%"), _number(bubble, ".1%")),
+        (
+            "Step time",
+            number_text(plan.step_time_s, ".3g") + " s",
+            number_text(step_s, ".3g") + " s",
+        ),
+        ("Bubble", number_text(plan.shares.get("bubble", 0.0), ".1%"), number_text(bubble, ".1%")),
     ]
     text = titles.text
     if plan.exception:
@@ -367,7 +271,7 @@ def _others_section(records: History) -> list[_Section]:
         step, value = records.with_steps(name)
         finite = value[np.isfinite(value)]
         ends = (finite.min(), finite.max()) if len(finite) else (math.nan, math.nan)
-        cells = [_number(x, ".4g") for x in (value[0], value[-1], *ends)]
+        cells = [number_text(x, ".4g") for x in (value[0], value[-1], *ends)]
         rows.append((name, *cells, f"{step[-1]:,.0f}"))
         if number < MAX_CURVES and len(finite) > 1:
             pictures.append(
@@ -389,10 +293,10 @@ def _experts_section(records: History) -> list[_Section]:
     rows = [
         (
             f"{step:,}",
-            ", ".join(f"{name}: {load:.3g}" for name, load in found.items())
+            ", ".join(f"{name}: {load:.3g}" for name, load in loads.items())
             + (f" and {more:,} more" if more else ""),
         )
-        for step, (found, more) in reversed(records.expert_alarms.items())
+        for step, (loads, more) in reversed(records.expert_alarms.items())
     ]
     tables = [_Table(("Alarm at step", "Experts, and their loads over the mean"), rows)]
     picture = _picture("experts", figures.expert_loads(record[expert_alarm.LOADS]))
@@ -556,22 +460,6 @@ def _attribute(key: str, value: str, name: str) -> str:
         value = re.sub(r"font-family:[^;]+;", "", value).replace("url(#", f"url(#{name}-")
         return re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), value)
     return value
-
-
-def _median(records: History, name: str) -> float:
-    values = records.of(name)
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
-
-
-def _number(value: float, form: str | Callable[[float], str]) -> str:
-    if not math.isfinite(value):
-        return "not finite"
-    return format(value, form) if isinstance(form, str) else form(value)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 if __name__ == "__main__":

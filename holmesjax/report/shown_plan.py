@@ -6,6 +6,7 @@ import io
 import os
 from dataclasses import dataclass
 
+from holmesjax import job_description
 from holmesjax.job import Job
 from holmesjax.report.mesh_picture import mesh_picture
 
@@ -21,7 +22,7 @@ class ShownPlan:
     job: Job
 
     def __str__(self) -> str:
-        return "\n".join(self.job.describe(self.job.pool(os.environ)))
+        return "\n".join(job_description.describe(self.job, self.job.pool(os.environ)))
 
     __repr__ = __str__
 

@@ -20,10 +20,10 @@ from scipy.optimize import least_squares
 from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.costs import optimizer_state
 from holmesjax.costs.implementation import HOLMESJAX
+from holmesjax.costs.layer_times import layers_s
 from holmesjax.costs.optimizer_state import KEPT_BYTES
 from holmesjax.costs.products import attention_products, head_product, layer_products
 from holmesjax.costs.stage_shape import StageShape
-from holmesjax.costs.stage_times import layers_s
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Constant, Kind, Parameter
 from holmesjax.layer_specs.model_layers import block_name

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from holmesjax.layer_specs.model_layers import import_object
 from holmesjax.models import ops
 from holmesjax.models.layer import changing
+from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.optimizer import State, rounding_seed
 from holmesjax.runtime import (
     expert_loads,
@@ -174,13 +175,13 @@ def _apply_rounded(
         new, opt_state = chunk.optimizer.apply(*args)
         return _rounded(new, opt_state.updates), opt_state
 
-    return ops.changed_if(applies, update, (params, opt_state), kernels)
+    return update_ops.changed_if(applies, update, (params, opt_state), kernels)
 
 
 def _rounded(params: Tree, update: jax.Array) -> Tree:
     """Parameters after an update in bfloat16."""
 
-    rounded = lambda path, x: ops.round_parameter(x, update, rounding_seed(path))
+    rounded = lambda path, x: update_ops.round_parameter(x, update, rounding_seed(path))
     return jax.tree_util.tree_map_with_path(rounded, params)
 
 

@@ -12,6 +12,7 @@ from holmesjax.hosts.hardware import Gpu
 from holmesjax.hosts.nics import Host
 from holmesjax.job import Job
 from holmesjax.models import ops
+from holmesjax.optimizers import update_ops
 from holmesjax.plan.plan import Axis
 from holmesjax.runtime.chunk import Chunk
 
@@ -119,7 +120,7 @@ def _of_update(config: Config, gpus: Sequence[Gpu]) -> Iterator[dict[str, Any]]:
     """Yields what a check of the kernel of AdamW's step is asked, if it decides."""
     has_kernel = RULES[config.optimizer.name].has_adamw and config.train.param_dtype == "float32"
     is_free = has_kernel and config.kernels.optimizer == "auto"
-    if is_free and ops.update_depends_on_check(_device(gpus[0]), config.optimizer.moments):
+    if is_free and update_ops.update_depends_on_check(_device(gpus[0]), config.optimizer.moments):
         yield kernel_check.asked_of_update(config)
 
 

@@ -14,7 +14,7 @@ Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Own:
+class IslandArrays:
     """The arrays that an island has of all its parameters, where its rule needs them."""
 
     start: Tree | None = None  # weights with which it has begun the steps since the last meeting
@@ -32,7 +32,7 @@ class Outer:
     weights: Tree
     momentum: Tree | None  # none where islands meet through a mailbox, which has it
     before: Tree | None = None  # the global weights of the meeting before the last
-    own: Own | None = None
+    own: IslandArrays | None = None
     # In a checkpoint of an island that is a job of its own: by layer, the numbers of RoundStanding
     # (`islands.landing`).
     rounds: Tree | None = None

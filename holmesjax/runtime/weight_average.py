@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from holmesjax.models import ops
+from holmesjax.optimizers import update_ops
 
 Tree = Any  # a nested dict of arrays, keyed by layer and parameter name
 
@@ -44,5 +45,5 @@ def after(
     def averaged(weights: Tree) -> Tree:
         return jax.tree.map(lambda mean, x: keep * mean + (1.0 - keep) * x, weights, params)
 
-    weights = ops.changed_if(applies, averaged, old.weights, kernels)
+    weights = update_ops.changed_if(applies, averaged, old.weights, kernels)
     return Average(old.updates + applies.astype(jnp.int32), weights)

@@ -8,18 +8,19 @@ from itertools import combinations, groupby
 from holmesjax import units
 from holmesjax.topology import windows
 from holmesjax.topology.machines import Cluster, Link, Measured, Node, Topology, name_of
+from holmesjax.units import counted
 
 
 def describe(topology: Topology) -> list[str]:
     """Lines for the console: what there is, cluster by cluster, and the links between them."""
     num_nodes, num_devices = len(topology.nodes), topology.num_devices
-    lines = [f"topology    {topology.name}: {_counted(num_nodes, 'node')}, {num_devices} devices"]
+    lines = [f"topology    {topology.name}: {counted(num_nodes, 'node')}, {num_devices} devices"]
     for cluster in topology.clusters:
         groups = [list(g) for _, g in groupby(cluster.nodes, key=lambda n: replace(n, name=""))]
         lines += [_group_line(cluster, nodes) for nodes in groups[:GROUPS_SHOWN]]
         if rest := [node for nodes in groups[GROUPS_SHOWN:] for node in nodes]:
             count = sum(node.num_devices for node in rest)
-            lines.append(f"  {cluster.name:<9} {_counted(len(rest), 'more node')}, {count} devices")
+            lines.append(f"  {cluster.name:<9} {counted(len(rest), 'more node')}, {count} devices")
     for one, other in combinations(topology.clusters, 2):
         a, b = one.name, other.name
         there, back = topology.links[a, b], topology.links[b, a]
@@ -69,7 +70,7 @@ def each_way(texts: Mapping[str, str]) -> list[str]:
 
 def _measured_line(topology: Topology, measured: Measured) -> str:
     """How much was measured, and which pair fell shortest of what it should be."""
-    line = f"  measured  {_counted(len(measured.pairs), 'way')} between nodes, {measured.date}"
+    line = f"  measured  {counted(len(measured.pairs), 'way')} between nodes, {measured.date}"
     if not measured.pairs:
         return line
     nominal = {pair: topology.nominal_link(*pair) for pair in measured.pairs}
@@ -90,16 +91,12 @@ def _group_line(cluster: Cluster, nodes: Sequence[Node]) -> str:
     dtype = max(("float32", "bfloat16"), key=lambda dtype: device.peak_flop_per_s.get(dtype, 0.0))
     speed = units.show(device.peak_flop_per_s[dtype], "FLOP/s")
     counted_nics = [f"{nic.count} x {nic.name}" if nic.count > 1 else nic.name for nic in nics]
-    num_nodes, num_devices = _counted(len(nodes), "node"), nodes[0].num_devices
+    num_nodes, num_devices = counted(len(nodes), "node"), nodes[0].num_devices
     return (
         f"  {cluster.name:<9} {num_nodes} x {num_devices} {device.name} "
         f"({speed} {dtype}, {units.show(device.memory_bytes, 'B')}), "
         f"{cluster.fabric}: {', '.join(counted_nics) or 'no NICs'}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _link_text(link: Link) -> str:

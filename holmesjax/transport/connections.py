@@ -14,24 +14,19 @@ who can read the network.
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import json
-import os
 import random
 import resource
-import secrets
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Generator, Mapping
-from pathlib import Path
 from typing import Any, Generic
 
-from holmesjax.errors import HolmesError, PeerError, raise_if_passing
-from holmesjax.files import regular_files
+from holmesjax.errors import HolmesError, PeerError
 from holmesjax.transport import addresses, handshake, records, tls
 from holmesjax.transport.handshake import Check
 from holmesjax.transport.records import Message, R, Record
@@ -43,7 +38,6 @@ MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
 HELLO_TIMEOUT_S = 5.0  # for a caller that has not proved the key: it may be a stranger
 PROVEN_TIMEOUT_S = 30.0  # for a caller that has, whose host may be busy
 LISTENER_TIMEOUT_S = 30.0  # for a listener, which may hear thousands; a lost one needs a new call
-KEY_BYTES = 32
 OPEN_FILES = 65_536  # sockets of some ten thousand processes
 OWN_FILES = 64  # of a launcher: its logs, its run folder, strangers that call
 PAUSE_S = 0.1  # before a call that did not get through is repeated; longer each time
@@ -84,38 +78,6 @@ def raise_open_files(needed: int = 0) -> None:
         wanted = min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def make_key_file(path: str | Path) -> bytes:
-    """Writes a new key into a file of mode 0600; an old file is replaced."""
-    key = secrets.token_bytes(KEY_BYTES)
-    Path(path).unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(key.hex())
-    return key
-
-
-def read_key_file(path: str | Path) -> bytes:
-    """Reads the job's key. Raises HolmesError if others can read the file, or it holds no key."""
-    fix = "start the job again, or copy its key file with mode 0600 to this machine"
-    try:
-        mode, text = Path(path).stat().st_mode & 0o777, regular_files.read_text(path)
-        key = bytes.fromhex(text)
-    except (OSError, ValueError) as error:
-        raise_if_passing(error)
-        raise HolmesError(str(path), "holds no key of a job", found=error, fix=fix) from None
-    if mode & 0o077:
-        problem = "the key of a job must be readable by its owner only"
-        raise HolmesError(str(path), problem, found=f"mode {mode:04o}", fix=f"chmod 600 {path}")
-    if len(key) != KEY_BYTES:
-        found = f"{len(key)} bytes"
-        raise HolmesError(str(path), f"must hold {KEY_BYTES} bytes in hex", found=found, fix=fix)
-    return key
-
-
-def key_digest(key: bytes) -> str:
-    """Returns 16 hex digits that tell keys apart, and reveal nothing about a key."""
-    return hashlib.sha256(b"key of a job" + key).hexdigest()[:16]
 
 
 class Connection(Generic[R]):

@@ -17,10 +17,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from socket import socket
-from types import MappingProxyType
 from typing import Any
 
 from holmesjax.config.sections import Encrypt
@@ -32,10 +30,9 @@ from holmesjax.transport import addresses, connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import CALL_S, Again, Position
+from holmesjax.transport.ports import Book, Ports, nic, nics_of, streams_over
 from holmesjax.transport.records import Record
 from holmesjax.transport.relayed import RelayedPort, RelayPlace
-
-Book = Mapping[str, Sequence[tuple[str, int]]]  # fabric -> address and port of each NIC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,82 +51,6 @@ class NeighbourHello(Record):
     session: str  # of this process, until its end
     stream: int | None = None  # the number of this connection; only the caller has one
     again: Again | None = None  # where one is made anew
-
-
-class Ports:
-    """Listening sockets. They are open before JAX is up, so that others can be told the ports.
-
-    Args:
-      sockets: of each NIC, by fabric.
-      advertised: addresses or names at which others reach these NICs, where they are not their own.
-    """
-
-    def __init__(
-        self,
-        sockets: Mapping[str, Sequence[socket]],
-        advertised: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    ):
-        self.sockets, self._advertised = sockets, advertised
-
-    @classmethod
-    def open(
-        cls,
-        addresses: Mapping[str, Sequence[str]],
-        *,
-        ports: tuple[int, int] | None = None,
-        advertised: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    ) -> "Ports":
-        """Listens on a free port of each address: fabric -> addresses of this node's NICs.
-
-        Args:
-          addresses: of this node's NICs, by fabric.
-          ports: the first and the last port that may be used; None: any.
-          advertised: addresses or names at which others reach the NICs, by fabric. A network that
-            is not named has its own. Ports must be the same on both sides of a translation.
-
-        Raises:
-          HolmesError: an address is not of this machine, no port of the range is free, or as many
-            addresses are not advertised as there are.
-        """
-        for fabric, names in advertised.items():
-            if len(names) != len(addresses.get(fabric, ())):
-                raise HolmesError(
-                    "HOLMES_ADVERTISED",
-                    f"must have as many addresses on {fabric} as HOLMES_ADDRESSES",
-                    found=f"{list(names)} for {list(addresses.get(fabric, ()))}",
-                    fix="name one for each NIC, in their order",
-                )
-        with ExitStack() as opened:
-            sockets = {
-                fabric: [
-                    opened.enter_context(connections.listen_in(address, ports))
-                    for address in of_fabric
-                ]
-                for fabric, of_fabric in addresses.items()
-            }
-            opened.pop_all()
-        return cls(sockets, advertised)
-
-    @property
-    def local(self) -> dict[str, list[tuple[str, int]]]:
-        """Addresses and ports on this node, by fabric."""
-        return {
-            name: [connections.address_of(s) for s in listening]
-            for name, listening in self.sockets.items()
-        }
-
-    @property
-    def book(self) -> dict[str, list[tuple[str, int]]]:
-        """Addresses and ports at which others reach this process, by fabric."""
-        found = self.local
-        for fabric, outside in self._advertised.items():
-            ports = [port for _, port in found[fabric]]
-            found[fabric] = list(zip(outside, ports, strict=True))
-        return found
-
-    def close(self) -> None:
-        for sock in itertools.chain(*self.sockets.values()):
-            sock.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +105,7 @@ class Rendezvous:
         if peer.cluster == self.me.cluster:
             return False
         fabric = fabric_between(self.topology, self.me, peer)
-        ends = [_nics(book[end.number], end, fabric) for end in (self.me, peer)]
+        ends = [nics_of(book[end.number], end, fabric) for end in (self.me, peer)]
         return not all(addresses.is_loopback(address) for end in ends for address, _ in end)
 
     def num_streams(self, peer: Process, book: Mapping[int, Book]) -> int:
@@ -195,7 +116,7 @@ class Rendezvous:
           book: addresses of both processes, by their numbers.
         """
         fabric = fabric_between(self.topology, self.me, peer)
-        nics = (len(_nics(book[end.number], end, fabric)) for end in (peer, self.me))
+        nics = (len(nics_of(book[end.number], end, fabric)) for end in (peer, self.me))
         filling = windows.streams_that_fill(*self._fill(peer))
         return streams_over(max(self.min_streams, filling), *nics)
 
@@ -548,32 +469,3 @@ def between(source: Process, target: Process) -> str:
     """Names the link from one process to another, for errors."""
     link = f"{source.cluster} -> {target.cluster}"
     return f"link {link}, from {source.name} to {target.name}"
-
-
-def streams_over(at_least: int, *nics: int) -> int:
-    """Returns a number of connections with which all NICs of both nodes carry some.
-
-    The NICs of the node with more NICs carry equally many.
-
-    >>> streams_over(4, 1, 1), streams_over(4, 8, 2), streams_over(4, 3, 1)
-    (4, 8, 6)
-    """
-    return -(-at_least // max(nics)) * max(nics)
-
-
-def nic(book: Book, process: Process, fabric: str, stream: int) -> tuple[str, int]:
-    """Returns the NIC of a stream of a process, from the process's own book."""
-    found = _nics(book, process, fabric)
-    return found[stream % len(found)]
-
-
-def _nics(book: Book, process: Process, fabric: str) -> Sequence[tuple[str, int]]:
-    found = book.get(fabric)
-    if not found:
-        raise HolmesError(
-            "HOLMES_ADDRESSES",
-            f"has no address of {process.node} on {fabric}",
-            found=dict(book),
-            fix=f'add "{fabric}": ["..."]',
-        )
-    return found

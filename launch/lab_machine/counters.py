@@ -37,7 +37,7 @@ class Counters:
     def __init__(self, commands: Commands, islands: Sequence[Sequence[str]] = ()):
         self._commands = commands
         # An island of several clusters has links to others from each, which the runtime sums.
-        self._cluster_of = {f"island {k}": own[0] for k, own in enumerate(islands) if len(own) == 1}
+        self._cluster_of = {f"island {k}": c[0] for k, c in enumerate(islands) if len(c) == 1}
         self._told: Counter[str] = Counter()  # by the runtime, for each link
         self._validation: Counter[str] = Counter()
         self._last = self._ports("rx")

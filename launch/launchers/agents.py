@@ -15,7 +15,7 @@ from holmesjax.errors import PeerError
 from holmesjax.hosts.agent_messages import A, AgentHello, AskerHello, NoAnswer, Question
 from holmesjax.plan.processes import Process, node_processes
 from holmesjax.topology.machines import Topology
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, connections, key_files
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import by_kind, decode, encode
@@ -47,7 +47,7 @@ class Agents:
         key_file = folder / KEY
         with contextlib.ExitStack() as stack:
             stack.callback(_remove, key_file)
-            key = connections.make_key_file(key_file)
+            key = key_files.make_key_file(key_file)
             connections.raise_open_files(len(self._processes) * (1 + launcher.files_each))
             sock = connections.listen(launcher.address, launcher.port)
             address = addresses.show(*connections.address_of(sock))

@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
-from holmesjax import config as configs
+from holmesjax import config as configs, job_description, job_files
 from holmesjax.config import Config
 from holmesjax.errors import REQUEUE, ConfigError, FatalError, HolmesError
 from holmesjax.files import places
 from holmesjax.job import CONFIG, TOPOLOGY, Job
 from holmesjax.liveness.lease import Lease
 from holmesjax.plan.device_pool import DevicePool
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.launchers import kubernetes_options
 from launch.launchers.components import Component, make_components, read_options
 from launch.launchers.kubernetes_options import (
@@ -65,15 +65,15 @@ def write(
     options = read_options(KubernetesOptions, options_file, job.topology, check)
     name = _label(job.run_dir.absolute().name)
     pool = job.pool({**os.environ, **options.env})
-    print(*job.describe(pool), sep="\n", flush=True)
+    print(*job_description.describe(job, pool), sep="\n", flush=True)
     path, key = job.run_dir.absolute() / MANIFEST, job.run_dir.absolute() / KEY
     with Lease(job.run_dir):
-        job.save()
+        job_files.save(job)
         objects = manifest(
             job, options, name=name, max_restarts=max_restarts, allow=allow, pool=pool
         )
         path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
-        connections.make_key_file(key)
+        key_files.make_key_file(key)
     kubectl = f"kubectl --namespace {options.namespace}"
     print(f"written     {path}")
     print("start it, on a cluster with JobSet installed:")

@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
+from holmesjax import job_description
 from holmesjax.errors import ConfigError
 from holmesjax.files import places
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import DevicePool
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.launchers import skypilot_options
 from launch.launchers.components import Component, make_components, read_options
 from launch.launchers.skypilot_options import SkyPilotOptions, options_of
@@ -102,7 +103,7 @@ def for_job(job: Job, options: LauncherOptions) -> int:
     check = skypilot_options.mistakes
     file = read_options(SkyPilotOptions, options.options, job.topology, check)
     pool = job.pool({**os.environ, **file.env})
-    print(*job.describe(pool), sep="\n", flush=True)
+    print(*job_description.describe(job, pool), sep="\n", flush=True)
     folder, key = job.run_dir.absolute() / FOLDER, job.run_dir.absolute() / KEY
     texts = {
         name: yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=100)
@@ -110,7 +111,7 @@ def for_job(job: Job, options: LauncherOptions) -> int:
     }
     with saved_for_later(job, options.allow):
         folder.mkdir(exist_ok=True)
-        connections.make_key_file(key)
+        key_files.make_key_file(key)
         for name, text in texts.items():
             (folder / f"{name}.yaml").write_text(text)
             print(f"written     {folder / name}.yaml")

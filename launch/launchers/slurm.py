@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from holmesjax import job_description
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError
 from holmesjax.files import places
@@ -76,7 +77,7 @@ def write(
     slurm_options.refuse_places_of_here(options, options_file)
     if listen:
         parse_listen(listen)
-    print(*job.describe(job.pool(os.environ)), sep="\n", flush=True)
+    print(*job_description.describe(job, job.pool(os.environ)), sep="\n", flush=True)
     path = job.run_dir.absolute() / SCRIPT
     with saved_for_later(job, allow):
         if options_file is not None:  # the job reads it, too

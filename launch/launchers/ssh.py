@@ -19,7 +19,7 @@ from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
 from holmesjax.plan.device_pool import with_node_variables
 from holmesjax.topology.machines import Topology
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch import programs
 from launch.launchers import hosts
 from launch.launchers.hosts import SshHost
@@ -183,7 +183,7 @@ def _with_key(env: Mapping[str, str]) -> dict[str, str]:
     found = dict(env)
     if path := found.pop("HOLMES_KEY_FILE", None):
         found.pop("HOLMES_KEY_DIGEST", None)
-        found["HOLMES_KEY"] = connections.read_key_file(path).hex()
+        found["HOLMES_KEY"] = key_files.read_key_file(path).hex()
     return found
 
 

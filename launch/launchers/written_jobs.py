@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from holmesjax import job_files
 from holmesjax.checkpoints import resume
 from holmesjax.hosts import computing
 from holmesjax.job import Job
@@ -28,5 +29,5 @@ def saved_for_later(job: Job, allow: Sequence[str]) -> Iterator[None]:
         start = resume.find(job, settings, say, owner=held, fetches=True)
         for line in start.describe():
             print(line, flush=True)
-        job.save(start.step)
+        job_files.save(job, start.step)
         yield

@@ -25,7 +25,7 @@ from holmesjax.errors import CheckpointError, ConfigError, PeerError
 from holmesjax.files import places, whole_files
 from holmesjax.job import Job
 from holmesjax.plan.processes import node_processes
-from holmesjax.transport import connections
+from holmesjax.transport import connections, key_files
 from holmesjax.transport.admission import Admission
 from launch.launchers import table
 from launch.launchers.launcher import unwinding
@@ -72,10 +72,10 @@ def _stores(job: Job, found: Checkpoint, args: argparse.Namespace) -> Iterator[R
     wait_s = PASSIVE_WAIT_S if kind.is_passive else WAIT_S
     with contextlib.ExitStack() as stack:
         if given:
-            key = connections.read_key_file(key_file)
+            key = key_files.read_key_file(key_file)
         else:
             stack.callback(key_file.unlink, missing_ok=True)
-            key = connections.make_key_file(key_file)
+            key = key_files.make_key_file(key_file)
         hub = StoreHub(job.run_dir, (), say, wait_s)
         stack.callback(hub.close)
         sock = connections.listen(launcher.address, launcher.port)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holmesjax import job as jobs
+from holmesjax import job as jobs, job_files
 from holmesjax.checkpoints import committing, manifest, resume
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import ModelConfig
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         except BaseException:  # also an interrupt: what is written may be many gigabytes
             keeps.after_failure(0)
             raise
-        job.save()  # last, so that a folder whose import has failed can be named again
+        job_files.save(job)  # last, so that a folder whose import has failed can be named again
         committing.commit(resume.Start(job=job), 0, arrays, files, data={})
         keeps.after_commit(0)
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())

@@ -15,8 +15,10 @@ from holmesjax.topology.fabrics import FABRICS, NETWORKS, rdma_networks
 
 def run(args: argparse.Namespace) -> int:
     host = nics.discover()
-    own = nccl.user_settings(os.environ)
-    environments = {fabric: environment(host, fabric, own) for fabric in fabrics(host, args.fabric)}
+    user_env = nccl.user_settings(os.environ)
+    environments = {
+        fabric: environment(host, fabric, user_env) for fabric in fabrics(host, args.fabric)
+    }
     if args.json:
         print(to_json(host, environments))
     else:
@@ -33,13 +35,13 @@ def fabrics(host: Host, asked: str | None) -> list[str]:
     return [fabric for fabric in NETWORKS if fabric in nics.choices(host)]
 
 
-def environment(host: Host, fabric: str, own: Mapping[str, str]) -> Environment:
+def environment(host: Host, fabric: str, user_env: Mapping[str, str]) -> Environment:
     """Returns the variables of NCCL if the host's cluster were on this fabric.
 
     Raises HolmesError if the host is not on it.
     """
     choice = nics.choices(host).get(fabric)
-    return nccl.environment(host, fabric, choice.addresses if choice else (), own)
+    return nccl.environment(host, fabric, choice.addresses if choice else (), user_env)
 
 
 def describe(host: Host) -> list[str]:
@@ -94,7 +96,10 @@ def _numa(node: int | None) -> str:
 def describe_environment(fabric: str, found: Environment) -> list[str]:
     """Describes the variables of a fabric with their reasons, then the warnings, as lines."""
     rows = [
-        (f"{v.name}={v.value if v.own is None else v.own}", v.reason if v.own is None else "yours")
+        (
+            f"{v.name}={v.value if v.user_value is None else v.user_value}",
+            v.reason if v.user_value is None else "yours",
+        )
         for v in found.variables
     ]
     title = f"environment on {FABRICS[fabric].title}"

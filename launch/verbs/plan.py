@@ -8,11 +8,11 @@ from pathlib import Path
 
 import rich.console
 
-from holmesjax import config as configs
+from holmesjax import config as configs, job_description
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
 from holmesjax.layer_specs.distinct_kinds import kind_names
-from holmesjax.plan import forecast, pins, plan as plans
+from holmesjax.plan import forecast, pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.explain import Explanation
@@ -40,12 +40,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(_as_json(job, changed, explained))
         return 0
-    lines = job.describe(pool)
+    lines = job_description.describe(job, pool)
     if explained:
         lines += describe_run(explained)
     if changed:
         is_pinned = bool(pins.pins(job.config.parallel))
-        described = plans.describe(changed.plan, kind_names(job.config.model), is_pinned=is_pinned)
+        described = plan_description.describe(
+            changed.plan, kind_names(job.config.model), is_pinned=is_pinned
+        )
         lines += [f"what if     {', '.join(args.what_if)}", *described]
         lines.append(f"            {_difference(job, changed)}")
     print("\n".join(lines))

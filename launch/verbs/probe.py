@@ -47,7 +47,7 @@ from holmesjax.topology.machines import (
 )
 from holmesjax.topology.probe_speed import ProbeSpeed, Seconds
 from holmesjax.transport import addresses
-from holmesjax.transport.rendezvous import streams_over
+from holmesjax.transport.ports import streams_over
 from holmesjax.units import show
 from launch import writable_outputs
 from launch.launchers import table

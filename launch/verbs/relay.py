@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from holmesjax.errors import ConfigError, of_system
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, connections, key_files
 from holmesjax.transport.relay import Relay
 from holmesjax.transport.relay_messages import relay_key
 from launch.launchers.launcher import unwinding
@@ -18,12 +18,12 @@ def run(args: argparse.Namespace) -> int:
         problem, fix = "needs one of --listen and --make-key", "write --listen 0.0.0.0:7443, say"
         raise ConfigError("relay", problem, found="both" if args.listen else "none", fix=fix)
     if args.make_key is not None:
-        _write_key(Path(args.key_file), relay_key(connections.read_key_file(args.make_key)))
+        _write_key(Path(args.key_file), relay_key(key_files.read_key_file(args.make_key)))
         print(f"{args.key_file} is for relays of the job whose key is in {args.make_key}")
         return 0
     address, port = _place(args.listen)
     connections.raise_open_files()
-    key = connections.read_key_file(args.key_file)
+    key = key_files.read_key_file(args.key_file)
     with unwinding(), Relay(address, port, key=key, say=_say) as relay:
         _say(f"the relay is at {addresses.show(*relay.address)}")
         while True:

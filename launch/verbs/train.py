@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Collection
 
+from holmesjax import job_files
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.liveness import lease
 from holmesjax.liveness.lease import Lease
@@ -59,7 +60,7 @@ def _run_here(args: argparse.Namespace) -> int:
 
 def _train_here(args: argparse.Namespace, held: Lease) -> int:
     variables = args.job.environment(os.environ)
-    args.job.save_environment(variables)
+    job_files.save_environment(args.job, variables)
     os.environ.update(variables)  # before JAX asks for a device
     # Imported here: a supervisor needs no JAX.
     make = importlib.import_module("holmesjax.trainer").Trainer

@@ -46,7 +46,7 @@ def _verify(checkpoint: Checkpoint) -> None:
         raise manifest.damaged(checkpoint, part, "is missing", "no such folder")
     away = manifest.elsewhere(checkpoint)
     # Imported here: only arrays need JAX.
-    arrays = importlib.import_module("holmesjax.checkpoints.restoring")
+    arrays = importlib.import_module("holmesjax.checkpoints.reading")
     step, files = checkpoint.step, checkpoint.manifest["files"]
     for part in dict.fromkeys(map(manifest.part_of, files)):
         if part in away:

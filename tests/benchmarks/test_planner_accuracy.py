@@ -19,8 +19,8 @@ from benchmarks import (
 from benchmarks.provenance import RESULTS, commit
 from benchmarks.published import AS_SHIPPED, Fitted
 from holmesjax.costs.implementation import HOLMESJAX
+from holmesjax.costs.layer_times import BACKWARD_NUMBERS
 from holmesjax.costs.products import attention_products, head_product, layer_products
-from holmesjax.costs.stage_times import BACKWARD_NUMBERS
 from holmesjax.costs.work import layer_numbers
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.topology import loading

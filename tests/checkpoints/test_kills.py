@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import fetching, manifest, mirror, restoring
+from holmesjax.checkpoints import fetching, manifest, mirror, reading
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from tests.checkpoints import killed_uploader
@@ -39,7 +39,7 @@ def test_a_killed_save_never_costs_the_newest_checkpoint(tmp_path, num_kills, ca
             found = manifest.newest(run_dir, pytest.fail)  # as a start: a warning says of damage
             assert found is not None
             assert found.step >= max(known, newest)
-            restoring.verify_arrays(found, "part_0")
+            reading.verify_arrays(found, "part_0")
             newest = found.step
     with capfd.disabled():
         print(f"\n{num_kills} kills, {unfinished} in a save; {newest} checkpoints were committed")

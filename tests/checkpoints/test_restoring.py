@@ -398,7 +398,7 @@ def test_other_arrays_are_refused_before_any_is_read(tmp_path, other, monkeypatc
     [found] = manifest.find(tmp_path)
     model = dataclasses.replace(SMALL, **other)
     chunks = make_chunks(model, hand_made_plan((model.num_layers,), 2, 1))
-    monkeypatch.setattr(restoring, "_restore_tree", lambda *_: pytest.fail("something is read"))
+    monkeypatch.setattr(restoring, "read_tree", lambda *_: pytest.fail("something is read"))
     saved, wanted = (
         {key: f"{x.dtype}{list(x.shape)}".replace(" ", "") for key, x in arrays.items()}
         for arrays in (found_arrays(found), restoring.flatten(chunks[0].state_shapes))

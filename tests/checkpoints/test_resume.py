@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import pytest
 
-from holmesjax import job as jobs
-from holmesjax.checkpoints import committing, manifest, resume
+from holmesjax import job as jobs, job_files
+from holmesjax.checkpoints import changed_settings, committing, manifest, resume
 from holmesjax.errors import REQUEUE, CheckpointError, ConfigError, LostDataError
 from holmesjax.hosts import computing
 from holmesjax.optimizers.learning_rates import learning_rate
@@ -38,7 +38,7 @@ def train(folder, clusters, *settings, name="run", **options):
 def checkpoint(job, *, steps):
     """Goes on from what there is to a checkpoint without arrays."""
     start = resume.find(job, (), print)
-    job.save(start.step)
+    job_files.save(job, start.step)
     manifest.begin(job.run_dir, steps)
     committing.commit(start, steps, {}, {}, data=DATA)
     return start
@@ -105,14 +105,14 @@ def test_another_tokenizer_is_refused_and_the_folder_keeps_its_own(tmp_path):
     start = checkpoint(load(tmp_path, f"data.tokenizer={own}"), steps=20)
     assert start.step == 10
     start = resume.find(load(tmp_path, f"data.tokenizer={paths[1]}"), "data.tokenizer", print)
-    start.job.save(start.step)
+    job_files.save(start.job, start.step)
     assert (own / "tokenizer.model").read_text() == "two.model"
     assert (own.with_name("tokenizer.000020") / "tokenizer.model").read_text() == "one.model"
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, monkeypatch):
     islands = ("parallel.clusters=null", "parallel.across=local_updates")
-    job, known = load(tmp_path, *islands), resume.settings
+    job, known = load(tmp_path, *islands), changed_settings.settings
 
     def before(job):
         found = known(job)
@@ -134,7 +134,7 @@ def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(tmp_path, mon
 def test_blocks_that_fp8_excludes_are_of_the_model(tmp_path):
     """Earlier versions excluded none."""
     job = load(tmp_path, "model.fp8={}")
-    assert resume.settings(job)["model"]["fp8"] == {"scaling": "delayed", "history": 16}
+    assert changed_settings.settings(job)["model"]["fp8"] == {"scaling": "delayed", "history": 16}
     checkpoint(job, steps=10)
     assert not resume.find(job, (), print).changes
     with pytest.raises(CheckpointError, match="is of another model"):
@@ -311,19 +311,21 @@ def files(folder):
 def test_earlier_files_stay_where_they_say_something_else(folder):
     kept = (folder / "run/config.yaml").read_text()
     own = ["config.yaml", "plan.yaml", "topology.yaml"]
-    jobs.load(folder / "run").save(10)  # by way of the run folder, as most resume
+    job_files.save(jobs.load(folder / "run"), 10)  # by way of the run folder, as most resume
     assert files(folder) == own
-    load(folder, "optimizer.beta2=0.9").save(10)
+    job_files.save(load(folder, "optimizer.beta2=0.9"), 10)
     assert files(folder) == sorted([*own, "config.000010.yaml"])
     assert (folder / "run/config.000010.yaml").read_text() != kept  # it names another folder
     assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
-    load(folder, "optimizer.beta2=0.8").save(10)  # no step was kept that was made with 0.9
+    job_files.save(
+        load(folder, "optimizer.beta2=0.8"), 10
+    )  # no step was kept that was made with 0.9
     assert jobs.load(folder / "run/config.000010.yaml").config.optimizer.beta2 == 0.95
-    undo = load(folder, "parallel.microbatches=4").save(12)
+    undo = job_files.save(load(folder, "parallel.microbatches=4"), 12)
     undo()  # the start was refused
     assert files(folder) == sorted([*own, "config.000010.yaml"])
     assert jobs.load(folder / "run").config.optimizer.beta2 == 0.8
-    load(folder, "parallel.microbatches=4").save(12)
+    job_files.save(load(folder, "parallel.microbatches=4"), 12)
     added = ["config.000010.yaml", "config.000012.yaml", "plan.000012.yaml"]
     assert files(folder) == sorted([*own, *added])
 

@@ -9,8 +9,9 @@ from hypothesis import given, strategies as st
 from holmesjax.config import ModelConfig
 from holmesjax.costs import collective_times, memory
 from holmesjax.costs.collective_times import Group
+from holmesjax.costs.implementation import HOLMESJAX
 from holmesjax.costs.products import head_forward_flop
-from holmesjax.costs.stage_times import HOLMESJAX, exposed_s, stage_times
+from holmesjax.costs.stage_times import exposed_s, stage_times
 from holmesjax.topology.calibration import Calibration, ProductSpeed
 from holmesjax.topology.machines import DeviceKind, Link
 from tests import shapes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from holmesjax import config as configs, job as jobs
+from holmesjax import config as configs, job as jobs, job_files
 from holmesjax.config import DataConfig
 from holmesjax.data import corpus, document_formats, object_stores, text
 from holmesjax.data.batches import Batches, Rows, model_inputs
@@ -146,7 +146,7 @@ def test_targets_that_do_not_count_are_below_zero_and_counted_over_the_whole_bat
 
 
 def files(config):
-    return {file.name: file.path for file in document_formats.found(config).files}
+    return {file.name: file.path for file in document_formats.corpus_of(config).files}
 
 
 def test_the_standard_library_is_there_and_split_by_file():
@@ -337,7 +337,7 @@ def test_data_are_looked_at_before_anything_is_planned(
     monkeypatch.chdir(tmp_path)
     path, own = write_run(tmp_path, {"a": (1,), "b": (1,)}), ["data.corpus=text"]
     if target == "folder":
-        jobs.load(path, own, reads_data="node").save()
+        job_files.save(jobs.load(path, own, reads_data="node"))
         path, own = tmp_path / "run", []
     planned = []
     monkeypatch.setattr(planner, "make_plan", lambda *_: planned.append(1))

@@ -124,7 +124,7 @@ def test_bytes_decide_how_a_file_is_read(tmp_path, name):
     (tmp_path / name).write_bytes(READ[name])
     assert documents(tmp_path / name) == WORDS
     config = DataConfig(corpus=str(tmp_path))
-    found = document_formats.found(config)
+    found = document_formats.corpus_of(config)
     assert ([file.name for file in found.files], found.left_out.words) == ([name], "")
     with pytest.raises(DataError, match=rf"{name}: is not read as text\n"):
         text.read(config, 3)
@@ -302,7 +302,7 @@ def test_links_are_followed_once(tmp_path, pattern):
     (corpus / "none.txt").symlink_to(tmp_path / "none")
     (corpus / "self.txt").symlink_to(corpus / "self.txt")
     (other / "up").symlink_to(tmp_path)
-    found = document_formats.found(DataConfig(corpus=str(corpus), pattern=pattern))
+    found = document_formats.corpus_of(DataConfig(corpus=str(corpus), pattern=pattern))
     names = [file.name for file in found.files]
     read = sorted(path.read_text() for path in (file.path for file in found.files))
     assert read == ["a.txt", "b.txt", "c.txt"], names
@@ -398,14 +398,14 @@ def test_a_store_has_the_kinds_that_a_folder_has(tmp_path):
     with object_store("kinds") as store:
         store.put(f"{tmp_path}/", "kinds/all/", recursive=True)
         here, there = (
-            document_formats.found(DataConfig(corpus=place))
+            document_formats.corpus_of(DataConfig(corpus=place))
             for place in (str(tmp_path), "s3://kinds/all")
         )
         assert [(f.name, f.kind) for f in there.files] == [(f.name, f.kind) for f in here.files]
         assert there.left_out.words == here.left_out.words
         assert [documents(file.path) for file in there.files] == [WORDS] * len(READ)
         with pytest.raises(DataError, match=r"a.tar: is of a kind that is not read"):
-            document_formats.found(DataConfig(corpus="s3://kinds/all/a.tar"))
+            document_formats.corpus_of(DataConfig(corpus="s3://kinds/all/a.tar"))
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
@@ -429,7 +429,7 @@ def test_a_pattern_that_names_what_is_not_read_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(RAW)
     (tmp_path / "b.bin").write_bytes(b"\0")
     with pytest.raises(DataError, match=r"b.bin: is of a kind that is not read\n.*binary file"):
-        document_formats.found(DataConfig(corpus=str(tmp_path), pattern="*"))
+        document_formats.corpus_of(DataConfig(corpus=str(tmp_path), pattern="*"))
     for pattern in ("/a", "../*", "a**/b"):
         with pytest.raises(DataError, match=r"data.pattern: is no pattern"):
-            document_formats.found(DataConfig(corpus=str(tmp_path), pattern=pattern))
+            document_formats.corpus_of(DataConfig(corpus=str(tmp_path), pattern=pattern))

@@ -102,7 +102,7 @@ def test_each_validation_set_is_what_its_corpus_holds_out_or_is_named(load):
 def test_the_loss_of_each_set_is_a_mean_over_its_targets(load):
     config = load(MIXTURE, "train.eval_every=1", "train.eval_batches=2")
     losses, counts = iter([2.0, 4.0, 9.0, 3.0]), iter([2, 1, 3, 3])
-    session = TrainingLoop(
+    loop = TrainingLoop(
         config=config,
         runner=SimpleNamespace(evaluate=lambda states, inputs: next(losses)),
         batches=read(config),
@@ -110,7 +110,7 @@ def test_the_loss_of_each_set_is_a_mean_over_its_targets(load):
         begins=lambda work, step: None,
     )
     feed = SimpleNamespace(take=lambda: SimpleNamespace(num_targets=next(counts)))
-    found = session._evaluate(feed, [], 1)
+    found = loop._evaluate(feed, [], 1)
     assert found == {"val_loss": 18 / 9, "val_losses": {"web": 6 / 3, "code": 12 / 6}}
 
 

@@ -108,7 +108,7 @@ def test_windows_are_the_documents_one_after_the_other(paths):
         corpus=str(paths / "corpus"), tokenizer=str(paths / "bpe"), validation_fraction=0.0
     )
     tokenizer = tokenizer_files.load(paths / "bpe")
-    texts = [file.path.read_text() for file in corpus_files.found(config).files]
+    texts = [file.path.read_text() for file in corpus_files.named_files(config).files]
     documents = tokenizer.documents(texts)
     want = np.concatenate(documents)
     begins = np.zeros(len(want), bool)

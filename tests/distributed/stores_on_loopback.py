@@ -13,7 +13,7 @@ from holmesjax.distributed import store_end
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.store_end import NOBODY, OwnStore
 from holmesjax.distributed.store_hub import StoreHub
-from holmesjax.transport.connections import KEY_BYTES
+from holmesjax.transport.key_files import KEY_BYTES
 from tests.distributed.scripted_jobs import process
 
 KEY = bytes(KEY_BYTES)

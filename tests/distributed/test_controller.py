@@ -41,13 +41,13 @@ from holmesjax.errors import DataError, HolmesError, PeerError, RefusedError
 from holmesjax.runtime.domain import hold_coordinator_port
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Interval
-from holmesjax.transport import connection_loop, connections
+from holmesjax.transport import connection_loop, connections, key_files
 from holmesjax.transport.handshake import WRONG_KEY
 from tests.clock import stop_callers_clock
 from tests.distributed.scripted_jobs import PROCESSES, process
 
 ABOUT = {"plan hash": "aaaa", "jax": "1.0"}
-KEY = b"k" * connections.KEY_BYTES
+KEY = b"k" * key_files.KEY_BYTES
 SILENCE_S = 20.0
 DEADLINE_S = 60.0  # for what must come: a hang guard
 
@@ -385,7 +385,7 @@ def test_unlike_members_are_taken_where_it_is_permitted_by_name():
 def test_a_wrong_key_is_told_on_both_ends(controller, monkeypatch):
     stop_callers_clock(monkeypatch)
     with pytest.raises(PeerError, match="nobody who holds the key of this job answers"):
-        join(controller, PROCESSES[0], key=b"x" * connections.KEY_BYTES)
+        join(controller, PROCESSES[0], key=b"x" * key_files.KEY_BYTES)
     assert WRONG_KEY in next_event(controller, "warning").record.text
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from holmesjax import job as jobs
+from holmesjax import job as jobs, job_files
 from holmesjax.data.batches import order_digest
 from holmesjax.distributed import data_agreement
 from holmesjax.distributed.data_agreement import DataAgreement
@@ -107,7 +107,7 @@ def test_the_order_of_the_data_does_not_change():
 def test_a_process_with_other_settings_does_not_belong(tmp_path):
     """Its run folder is a copy that somebody has edited, or an old one; the plan is the same."""
     job = jobs.load(write_run(tmp_path, {"a": (1,), "b": (1,)}))
-    job.save(0)
+    job_files.save(job, 0)
     copy = shutil.copytree(job.run_dir, tmp_path / "copy")
     assert jobs.load_saved(copy).about(0) == job.about(0)
     text = (copy / "config.yaml").read_text()

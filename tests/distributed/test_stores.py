@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from holmesjax.checkpoints import fetching, manifest, stores
-from holmesjax.distributed import store_messages, worker
+from holmesjax.distributed import process_store, store_messages
 from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.distributed.store_messages import AskPiece, FilePiece, Keep
 from holmesjax.errors import (
@@ -256,7 +256,7 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     with hub_of(home) as (hub, join):
         store, damaged = join(far, 1), []
         hub.on_damage = damaged.append
-        store.scrub(None).found(4)
+        store.scrub(None).damaged(4)
         lost = SimpleNamespace(send=lambda data: None)  # an answer that never comes
         store._answer(lost, Keep(steps=[4, 6], last=6, dropped=[]))
         for _ in range(2):
@@ -275,8 +275,8 @@ def test_a_process_that_is_not_told_asks_whose_folder_it_has(tmp_path):
         controller = join(far, serves=False)._controller
         (home / "plan.yaml").write_text("x")
         own = SimpleNamespace(number=0, controller=controller, key=KEY)
-        assert worker.join_store(home, {}, own) is None
-        assert worker.join_store(far, {}, own).folder == far
+        assert process_store.join_store(home, {}, own) is None
+        assert process_store.join_store(far, {}, own).folder == far
         assert (far / "plan.yaml").read_text() == "x"
 
 

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from holmesjax import Trainer, job
+from holmesjax import Trainer, job, job_description
 from holmesjax.checkpoints import manifest
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.islands import apart
 from holmesjax.islands.apart import ApartPlacer, IslandApart, _Sent
 from holmesjax.islands.landing import RoundStanding
-from holmesjax.islands.mailbox import Arrived, Mailbox, MailboxSeat, Rules
+from holmesjax.islands.mailbox import Arrived, Mailbox
 from holmesjax.islands.mailbox_places import Counted, Folder
 from holmesjax.islands.mailbox_records import IslandProgress, Merged
+from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
 from holmesjax.planner.island_alone import alone
 from holmesjax.report import island_rounds, page
 from holmesjax.runtime.prefetch import Inputs, Step
@@ -303,7 +304,7 @@ def test_the_job_of_an_island_has_its_part(tmp_path):
     assert part.config.run.dir.endswith("/roce")
     assert part.config.parallel.mailbox == os.path.abspath(f"{whole.config.run.dir}/mailbox")
     assert alone(part.config, part.topology) == (part.config, part.topology)
-    lines = "\n".join(part.describe())
+    lines = "\n".join(job_description.describe(part))
     assert "in a round each sends" in lines
     assert "who merges sends" in lines
 

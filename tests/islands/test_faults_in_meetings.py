@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig, ParallelConfig
 from holmesjax.errors import PeerError
 from holmesjax.islands.crossings import crossings_of

@@ -14,9 +14,11 @@ from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.errors import HolmesError, LostLeaseError
 from holmesjax.islands import mailbox_records as records, rejoining
 from holmesjax.islands.election import Leases, RoundWatch
-from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox, MailboxSeat, Rules, claim
+from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox
+from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, Folder, open_place
 from holmesjax.islands.mailbox_records import IslandProgress, Merged, Sent
+from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
 from holmesjax.islands.weighted_mean import merge, weighted_mean
 from holmesjax.plan.mailbox_cost import mailbox_cost
 from tests.data.object_store import object_store
@@ -283,10 +285,10 @@ def test_of_two_jobs_of_an_island_the_one_with_the_lease_counts(make):
     again.take(0)
     again.send(1, seed=3, step=20)
     again.turn()
-    assert one.box.sent_to(1) == {}
+    assert one.box.sent.of_round(1) == {}
     one.box.lease.leases.take({"b": "lives"})
     one.turn(later_s=2.0)
-    [part] = one.box.sent_to(1)["b"]
+    [part] = one.box.sent.of_round(1)["b"]
     assert (part.session, part.progress.step) == (again.box.session, 20)
     two.send(1, seed=4, step=41)
     with pytest.raises(LostLeaseError):
@@ -331,7 +333,7 @@ def test_a_record_names_nothing_that_is_not_its_own(make, tmp_path):
     ):
         path.write_bytes(other.to_bytes())
         one.turn()
-        assert one.box.sent_to(1) == {}
+        assert one.box.sent.of_round(1) == {}
         assert not path.exists()
     merged = dataclasses.replace(one.box._newest, file="rounds/00000000/../../x")
     with pytest.raises(records.DamagedObjectError):

@@ -47,9 +47,9 @@ def test_the_rules_are_those_of_papers(outer, count):
     more = (steps,) if outer.rule == "noloco" else ()
     oracle = ORACLES.get(outer.rule, outer_rules.noloco)(outer, first, moves, *more)
     ours = {"co2": rounds_of_co2, "eager": rounds_of_eager}.get(outer.rule, rounds_of_noloco)
-    for own, papers in itertools.zip_longest(ours(outer, first, moves), oracle):
+    for weights, papers in itertools.zip_longest(ours(outer, first, moves), oracle):
         atol = 1e-6 if outer.rule == "eager" else 1e-12
-        np.testing.assert_allclose(own, papers[0], rtol=0, atol=atol)
+        np.testing.assert_allclose(weights, papers[0], rtol=0, atol=atol)
 
 
 def rounds_of_eager(outer, first, moves):

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from holmesjax import Trainer, job
-from holmesjax.checkpoints import island_states, manifest, restoring
-from holmesjax.checkpoints.restoring import flatten
+from holmesjax import Trainer, job, job_description
+from holmesjax.checkpoints import island_states, manifest, reading
+from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer, IslandsRunner
@@ -181,7 +181,7 @@ def arrays_of(run_dir, step):
     checkpoint = manifest.at(manifest.folder_of(run_dir, step))
     shape = lambda own: jax.ShapeDtypeStruct(own["shape"], own["dtype"])
     shapes = {name: shape(facts) for name, facts in checkpoint.manifest["arrays"].items()}
-    return restoring._restore_tree(checkpoint, shapes)
+    return reading.read_tree(checkpoint, shapes)
 
 
 @pytest.mark.parametrize("odd", [None, "island_0.params.a", "island_1.params.b"])
@@ -233,7 +233,7 @@ def test_the_plan_says_islands_bytes_and_seconds():
     plan = planned.plan
     assert Plan.from_yaml(plan.to_yaml()) == Plan.from_json(plan.to_json()) == plan
     assert [stage.devices for stage in plan.stages] == [(0,), (1,)]
-    text = "\n".join(planned.describe())
+    text = "\n".join(job_description.describe(planned))
     for words in ("2 islands, which train on their own and meet every 2 steps", "  meeting   isl"):
         assert words in text
     link = planned.topology.boundary_link("ib-0", "roce-0")
@@ -288,9 +288,11 @@ def test_the_plan_says_each_rule():
     assert pairs.plan.meeting.seconds == pytest.approx(one_way_s)
     assert late.plan.meeting.exposed_s == pytest.approx(0.0, abs=1e-9)
     assert Plan.from_json(late.plan.to_json()) == late.plan
-    text = "\n".join(late.describe())
+    text = "\n".join(job_description.describe(late))
     assert "as bfloat16 by the rule co2" in text
-    assert "random ones meet, and none of more than two" in "\n".join(pairs.describe())
+    assert "random ones meet, and none of more than two" in "\n".join(
+        job_description.describe(pairs)
+    )
 
 
 def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():

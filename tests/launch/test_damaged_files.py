@@ -20,7 +20,7 @@ from holmesjax.plan.plan import Plan
 from holmesjax.planner import planner
 from holmesjax.report import metrics, page, recorder
 from holmesjax.trainer import Trainer
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch import attempt
 from launch.restarts import RECORD, Restarts
 from tests.jobs import run_launch_here, write_run
@@ -166,7 +166,7 @@ def run(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOLMES_STORE", stores.identifier(whole))
     monkeypatch.setenv("HOLMES_PROCESS", "0")
     monkeypatch.setenv("HOLMES_CONTROLLER", "127.0.0.1:1")
-    connections.make_key_file(tmp_path / "key")
+    key_files.make_key_file(tmp_path / "key")
     monkeypatch.setenv("HOLMES_KEY_FILE", str(tmp_path / "key"))
     run_dir, out = tmp_path / "run", tmp_path / "out"
 

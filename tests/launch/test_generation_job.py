@@ -23,7 +23,7 @@ from holmesjax.distributed.messages import (
     Up,
 )
 from holmesjax.errors import ConfigError, HolmesError, PeerError
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.generation_job import GenerationJob
 from tests.jobs import write_run
 
@@ -58,7 +58,7 @@ class Talkers:
             process=start.process,
             address=address,
             port=int(port),
-            key=connections.read_key_file(start.env["HOLMES_KEY_FILE"]),
+            key=key_files.read_key_file(start.env["HOLMES_KEY_FILE"]),
             about=self.job.about(0),
             computing={},
             timeout_s=10.0,

@@ -22,7 +22,7 @@ from holmesjax import job as jobs
 from holmesjax.errors import HolmesError
 from holmesjax.report import metrics
 from holmesjax.topology import loading
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.launchers import kubernetes
 from launch.launchers.components import read_options
 from launch.launchers.kubernetes_options import KubernetesOptions, mistakes
@@ -242,7 +242,7 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == kubernetes.MAX_RESTARTS
     [container] = pod_of(found["launcher"])["containers"]
     assert "--max-restarts=3" in container["args"]  # it counts those without a new step
-    key = connections.read_key_file(job.run_dir / "kubernetes.key").hex()
+    key = key_files.read_key_file(job.run_dir / "kubernetes.key").hex()
     assert key not in printed + (job.run_dir / "jobset.yaml").read_text()
     assert "kubectl --namespace team create secret generic run-key --from-file=job.key=" in printed
     assert all(pod_of(entry)["restartPolicy"] == "Never" for entry in found.values())

@@ -26,7 +26,7 @@ from holmesjax.hosts.process_environment import ProcessEnvironment
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
 from holmesjax.topology import loading
-from holmesjax.transport import connections
+from holmesjax.transport import key_files
 from launch.launchers import slurm, slurm_options
 from launch.launchers.components import make_components
 from launch.launchers.launcher import ProcessStart
@@ -467,7 +467,7 @@ def test_the_batch_shell_passes_signals_on_and_requeues(setup, does, asked, stat
     ],
 )
 def test_a_place_in_a_component_is_a_number_in_the_job(tmp_path, own, number):
-    connections.make_key_file(tmp_path / "key")
+    key_files.make_key_file(tmp_path / "key")
     env = {"HOLMES_CONTROLLER": "10.0.0.1:7000", "HOLMES_KEY_FILE": str(tmp_path / "key")}
     env |= {"HOLMES_ADDRESSES": '{"ethernet": ["10.0.0.2"]}', **own}
     if number is None:

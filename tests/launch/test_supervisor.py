@@ -457,7 +457,7 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
     committed_12, take_step = threading.Event(), JobSaves.step
 
     def find_damage(scrub, step):  # reads it at once; it is told last of a commit
-        scrub.found(step)
+        scrub.damaged(step)
         committed_12.set()
 
     def wait_and_take(job_saves, step):

@@ -1,4 +1,8 @@
-"""Dropout of adapters: zeros among their input, in every plan the same."""
+"""Dropout of adapters: zeros among their input, in every plan the same.
+
+The oracle draws by the number of each sequence and trains adapters alone. So this is no row of
+`tests/whole_steps.py`, whose steps on one device train every parameter and draw nothing.
+"""
 
 import dataclasses
 import functools

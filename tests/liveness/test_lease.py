@@ -18,7 +18,7 @@ from holmesjax.checkpoints import committed
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
 from holmesjax.files import regular_files, whole_files
-from holmesjax.liveness import lease
+from holmesjax.liveness import lease, lease_record
 from holmesjax.liveness.lease import EPOCH, FILE, Lease
 from holmesjax.report import metrics
 from holmesjax.report.metrics import Metrics
@@ -99,12 +99,12 @@ def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
 
 def foreign(**other):
     """A lease of a host that is not this one."""
-    return {**lease._own_record(), "host": "far-away", "boot": "b", "token": "t", **other}
+    return {**lease_record.new_record(), "host": "far-away", "boot": "b", "token": "t", **other}
 
 
 def put(folder, record):
     folder.mkdir(exist_ok=True)
-    (folder / FILE).write_bytes(lease._text(record))
+    (folder / FILE).write_bytes(lease_record.text(record))
     return folder / FILE
 
 
@@ -174,17 +174,17 @@ def test_waiting_ends_when_the_lease_is_given_up_or_another_s(tmp_path):
     ],
 )
 def test_only_here_does_a_number_say_whether_a_process_lives(other, gone):
-    assert lease._is_gone({**lease._own_record(), **other}) is gone
+    assert lease_record.is_gone({**lease_record.new_record(), **other}) is gone
 
 
 def test_a_taker_that_is_too_late_puts_back_what_it_took(tmp_path, monkeypatch):
     """It saw the stale lease; by the time it renames, another has taken over."""
-    stale = {**lease._own_record(), "pid": 2**22 + 1, "token": "stale"}
+    stale = {**lease_record.new_record(), "pid": 2**22 + 1, "token": "stale"}
     with Lease(tmp_path) as held:
-        read, looks = lease._read, []
+        read, looks = lease_record.read, []
         late = lambda path: looks.append(path) or (stale if len(looks) == 1 else read(path))
-        monkeypatch.setattr(lease, "_read", late)
-        assert not lease._remove(tmp_path / FILE, stale)
+        monkeypatch.setattr(lease_record, "read", late)
+        assert not lease_record.remove(tmp_path / FILE, stale)
         held._renew()
         held.check()
     assert [path.name for path in tmp_path.iterdir()] == [EPOCH]
@@ -216,7 +216,7 @@ def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quic
         if robbed == "deleted":
             (tmp_path / FILE).unlink()
         else:
-            content = lease._text(foreign()) if robbed == "another's" else b"x"
+            content = lease_record.text(foreign()) if robbed == "another's" else b"x"
             rob(tmp_path, content)
         wait_for(lambda: told)
         with pytest.raises(LostLeaseError, match="has lost its lease"):
@@ -275,7 +275,7 @@ def test_a_lease_that_is_not_to_be_seen_for_a_while_is_not_lost(
 
 def test_after_a_long_sleep_the_owner_looks_before_it_writes(tmp_path):
     with Lease(tmp_path) as held:
-        rob(tmp_path, lease._text(foreign()))
+        rob(tmp_path, lease_record.text(foreign()))
         held.check()  # renewed a moment ago
         held._renewed_s -= lease.TERM_S
         with pytest.raises(LostLeaseError):
@@ -290,7 +290,7 @@ def test_who_wakes_up_without_the_lease_takes_nothing_away(tmp_path, kind):
     with Lease(tmp_path) as held:
         held.move(path, target)
         held.move(target, path)
-        rob(tmp_path, lease._text(foreign()))
+        rob(tmp_path, lease_record.text(foreign()))
         with pytest.raises(LostLeaseError, match="has lost its lease to another process"):
             held.move(path, target)
         assert path.exists()
@@ -301,7 +301,7 @@ def test_who_wakes_up_without_the_lease_takes_nothing_away(tmp_path, kind):
 
 def test_nothing_is_taken_away_while_the_lease_is_not_to_be_seen(tmp_path, monkeypatch, quick):
     """A file server may be busy just then."""
-    path, target, read = tmp_path / "step", tmp_path / "step.removed", lease._read
+    path, target, read = tmp_path / "step", tmp_path / "step.removed", lease_record.read
     path.mkdir()
     with Lease(tmp_path) as held:
         for answers in ([None], [OSError(errno.EIO, "Input/output error")]):
@@ -314,7 +314,7 @@ def test_nothing_is_taken_away_while_the_lease_is_not_to_be_seen(tmp_path, monke
                     raise answer
                 return None
 
-            monkeypatch.setattr(lease, "_read", look)
+            monkeypatch.setattr(lease_record, "read", look)
             with pytest.raises(OSError, match=r"not to be seen|Input/output error"):
                 held.move(path, target)
             assert path.exists()
@@ -326,7 +326,7 @@ def test_other_processes_of_a_job_see_that_its_folder_is_another_s(tmp_path, qui
     with Lease(tmp_path) as held:
         check = lease.fence(tmp_path, held.epoch)
         check()
-        taken = lease._text(foreign())
+        taken = lease_record.text(foreign())
         aside = (tmp_path / FILE).rename(tmp_path / "aside")
         with pytest.raises(LostLeaseError, match=f"no {FILE}"):
             check()
@@ -369,7 +369,7 @@ def test_each_owner_has_a_greater_epoch_than_all_before(tmp_path):
             assert json.loads((tmp_path / FILE).read_text())["epoch"] == f"{held.epoch:020}"
             assert epoch(tmp_path)["epoch"] == held.epoch
     gone = {"pid": 2**22 + 1, "epoch": f"{found[-1] + 7:020}"}  # it had not written it down yet
-    put(tmp_path, {**lease._own_record(), **gone})
+    put(tmp_path, {**lease_record.new_record(), **gone})
     with Lease(tmp_path, say=lambda text: None) as held:
         found.append(held.epoch)
         assert held.is_taken_over
@@ -390,7 +390,7 @@ def test_who_has_lost_the_run_writes_no_record_and_cuts_none(tmp_path):
         written = Metrics(tmp_path, log, owner=held)
         written.write({"step": 1})
         before = path.read_bytes()
-        rob(tmp_path, lease._text(foreign()))
+        rob(tmp_path, lease_record.text(foreign()))
         held._renewed_s -= lease.TERM_S  # it stood still
         with pytest.raises(LostLeaseError):
             written.write({"step": 2})
@@ -404,7 +404,7 @@ def test_who_takes_over_writes_into_files_of_its_own(tmp_path):
     """Whatever the call was in which the one before stood still."""
     log, path = LogConfig(tensorboard=False), tmp_path / metrics.FILE
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 9)))
-    put(tmp_path, {**lease._own_record(), "pid": 2**22 + 1})
+    put(tmp_path, {**lease_record.new_record(), "pid": 2**22 + 1})
     with path.open("r+b") as sleeping, Lease(tmp_path, say=lambda text: None) as held:
         with Metrics(tmp_path, log, done_steps=5, owner=held) as written:
             written.write({"step": 6})
@@ -422,7 +422,7 @@ def test_a_commit_of_who_has_lost_the_run_is_taken_back(tmp_path):
     done = []
     with Lease(tmp_path) as held:
         held.act(lambda: done.append("do"), lambda: done.append("undo"))
-        rob(tmp_path, lease._text(foreign()))
+        rob(tmp_path, lease_record.text(foreign()))
         with pytest.raises(LostLeaseError, match=r"epoch .*this process has 1"):
             held.act(lambda: done.append("do"), lambda: done.append("undo"))
     assert done == ["do", "do", "undo"]
@@ -447,7 +447,7 @@ def test_who_wakes_up_in_a_write_replaces_nothing_of_its_successor_s(tmp_path, m
 
     def sleeps(*args):
         monkeypatch.undo()
-        rob(tmp_path, lease._text({**lease._own_record(), "pid": 2**22 + 1}))
+        rob(tmp_path, lease_record.text({**lease_record.new_record(), "pid": 2**22 + 1}))
         subprocess.run([sys.executable, "-c", SUCCESSOR, tmp_path], cwd=ROOT, check=True)
         return own(*args)
 
@@ -487,7 +487,7 @@ def test_a_launcher_that_is_woken_behind_its_successor_leaves_without_a_write(
             wait_for(lambda: (run_dir / "committed.json").exists())
             first.send_signal(signal.SIGSTOP)
             monkeypatch.setattr(lease, "TERM_S", 3.0)
-            monkeypatch.setattr(lease, "_is_here", lambda record: False)
+            monkeypatch.setattr(lease_record, "is_here", lambda record: False)
             said = []
             with Lease(run_dir, say=said.append) as held:
                 monkeypatch.undo()
@@ -538,7 +538,7 @@ def test_a_job_owns_its_folder_until_it_loses_it(tmp_path, capsys):
         assert f"launch train {run_file} --launcher local" in other.stderr
         with pytest.raises(LeaseError):
             Trainer(run_file, endless).train()
-        taken = lease._text(foreign())
+        taken = lease_record.text(foreign())
         rob(tmp_path / "run", taken)
         assert job.end() == 1
         left = state(tmp_path / "run")

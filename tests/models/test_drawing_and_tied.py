@@ -1,4 +1,8 @@
-"""Models of your own with dropout, and with one table at both ends, train as on one device."""
+"""Models of your own with dropout, and with one table at both ends, train as on one device.
+
+The oracle is the model written out by hand, with the draws of each sequence. So this is no row of
+`tests/whole_steps.py`, whose oracle computes the layers that are stated here.
+"""
 
 import dataclasses
 import functools

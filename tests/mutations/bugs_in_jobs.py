@@ -460,7 +460,7 @@ JOBS = (
     Bug(
         name="no-look-behind-a-rename",
         module="holmesjax.liveness.lease",
-        old="if found is not None and _is_of(found, self._record):",
+        old="if found is not None and lease_record.is_of(found, self._record):",
         new="if found is not None:",
         wrong="a launcher that wakes up late takes away what is its successor's",
         tests=(

@@ -21,7 +21,7 @@ PLANS = (
     ),
     Bug(
         name="gradients-of-shared-experts-put-off",
-        module="holmesjax.costs.stage_times",
+        module="holmesjax.costs.layer_times",
         old="weight_s -= device.products_s(put_off, stage.dtype)",
         new="weight_s -= 0.0 * device.products_s(put_off, stage.dtype)",
         wrong="a split backward counts as putting off the gradients of experts that devices share",
@@ -143,7 +143,7 @@ PLANS = (
     ),
     Bug(
         name="bound-too-high",
-        module="holmesjax.planner.shortlist",
+        module="holmesjax.planner.offers",
         old="np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))",
         new="np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room)) - 1",
         wrong="stages count as holding a layer less than they can: good plans are left out unseen",

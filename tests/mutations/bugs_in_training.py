@@ -595,7 +595,7 @@ TRAINING = (
     ),
     Bug(
         name="gradients-as-if-not-summed",
-        module="holmesjax.models.ops",
+        module="holmesjax.optimizers.update_ops",
         old="return Turn(rows) if PARTS_DIM in parameter.dims[rows:] else None",
         new="pass",
         wrong="fsdp's sums of gradients are transposed before and after the kernel of AdamW",

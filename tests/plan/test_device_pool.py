@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from jax._src.lib import xla_client
 
-from holmesjax import job as jobs
+from holmesjax import job as jobs, job_files
 from holmesjax.errors import ConfigError, HolmesError, PlanError
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import ALLOCATOR, NAME, OTHER_NAME, USABLE_MEMORY, DevicePool
@@ -189,7 +189,7 @@ def train(job, launcher):
 
 
 def generate(job, launcher):
-    job.save()
+    job_files.save(job)
     found = type("Found", (), {"step": 0})
     generation_job.GenerationJob(job, launcher, print).run(found, None, print)
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from holmesjax.errors import PlanError
-from holmesjax.plan.plan import Plan, describe
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan_description import describe
 from tests.clusters import PLANS, golden_plan, make_config, one_each, two_clusters
 
 

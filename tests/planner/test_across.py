@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holmesjax import job
+from holmesjax import job, job_description
 from holmesjax.config import OuterConfig, PlanConfig
 from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
@@ -209,9 +209,9 @@ def test_a_delay_that_leaves_too_little_room_is_compared_by_its_plan(monkeypatch
         for delay in (0, 200)
     ]
     costs = [
-        across.meeting_cost(dataclasses.replace(config, parallel=own), topology,
-                            own.islands, plan.step_time_s)
-        for own in settings
+        across.meeting_cost(dataclasses.replace(config, parallel=parallel), topology,
+                            parallel.islands, plan.step_time_s)
+        for parallel in settings
     ]  # fmt: skip
     assert costs[0].exposed_s > costs[1].exposed_s * 2  # else the delay has nothing to hide
     found, _ = across._with_meetings(config, topology, None, USABLE_MEMORY, settings)
@@ -282,12 +282,12 @@ def test_islands_are_never_chosen_without_being_allowed(tmp_path):
     never = job.load(RUN, settings)
     assert never.config.parallel.across == "pipeline"
     assert never.plan == job.load(RUN, {**settings, "parallel.across": "pipeline"}).plan
-    assert "plan.allow has no local_updates" in "\n".join(never.describe())
+    assert "plan.allow has no local_updates" in "\n".join(job_description.describe(never))
     pinned = job.load(RUN, {**settings, "parallel.every": 10})
-    assert "not used: parallel.every" in "\n".join(pinned.describe())
+    assert "not used: parallel.every" in "\n".join(job_description.describe(pinned))
     allowed = {"parallel.across": "pipeline", "plan.allow": ["local_updates"]}
     unused = job.load(RUN, {**settings, **allowed})
-    assert "plan.allow: not used" in "\n".join(unused.describe())
+    assert "plan.allow: not used" in "\n".join(job_description.describe(unused))
     found = explain_run(never.config, never.topology, choice=never.choice)
     assert not found.clusters
     assert any(way.more_tokens for way in found.ways)
@@ -300,7 +300,7 @@ def test_a_run_that_leaves_the_choice_to_the_planner_has_what_was_chosen(tmp_pat
     """The plan is that of a run that says it."""
     settings = {**SLOW, "plan.allow": ["local_updates"], "topology": slow_link(tmp_path)}
     found = job.load(RUN, settings)
-    assert "chosen      islands ib | roce, every " in "\n".join(found.describe())
+    assert "chosen      islands ib | roce, every " in "\n".join(job_description.describe(found))
     assert found.choice.asked.parallel.across == "auto"
     own = found.config.parallel
     names = ("across", "every", "fragments", "delay", "blend")

@@ -9,6 +9,7 @@ import pytest
 from holmesjax.planner import shortlist
 from holmesjax.planner.candidates import Around, ScheduleKind
 from holmesjax.planner.layer_ranges import split_chunks
+from holmesjax.planner.offers import make_offers
 from holmesjax.planner.problem import roles
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_costs import ALONE
@@ -37,7 +38,7 @@ def test_no_stage_takes_less_memory_than_a_bound_says():
         meshes = problem.meshes(0, settings)
         if not meshes:
             continue
-        room = shortlist.make_offers(problem, settings)[0].alone.room
+        room = make_offers(problem, settings)[0].alone.room
         for role in (*roles(1), *roles(3)):
             for number in [whole] if role == Role(True, True) else range(1, whole):
                 for place, mesh in enumerate(meshes):

@@ -47,7 +47,7 @@ def test_experts_that_lie_by_their_loads_make_a_step_shorter():
     config = make_config(model=EXPERTS, parallel=FEW, expert=8, tensor=1, fsdp=1)
     by_load = replace(config.parallel, expert_placement="load")
     placed = replace(config, parallel=by_load)
-    steps_s = [make_plan(own, topology).step_time_s for own in (config, placed)]
+    steps_s = [make_plan(x, topology).step_time_s for x in (config, placed)]
     assert steps_s[1] < 0.99 * steps_s[0]
     others = {x.what: x.step_s for x in explain(config, topology).against}
     assert others["parallel.expert_placement=load"] == pytest.approx(steps_s[1])

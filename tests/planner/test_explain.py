@@ -14,7 +14,8 @@ from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import explain, planner
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.explain import Alternative, describe
+from holmesjax.planner.explain import Alternative
+from holmesjax.planner.explanation_description import describe
 from holmesjax.planner.planner import find, make_plan
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_kernels import stage_attention, stage_update

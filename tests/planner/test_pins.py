@@ -15,12 +15,12 @@ import pytest
 
 from holmesjax.config import ParallelConfig
 from holmesjax.errors import HolmesError, PlanError
-from holmesjax.plan import pins, plan as plans
+from holmesjax.plan import pins, plan_description
 from holmesjax.plan.plan import Axis
 from holmesjax.planner import memory_refusal, planner, search, selection, shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.fitting import fitting
 from holmesjax.planner.planner import make_plan, make_plans
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import meshes
 from holmesjax.planner.step_time import step_seconds
@@ -217,20 +217,20 @@ def test_what_a_run_sets_of_a_plan_is_named_with_what_it_costs():
     assert lines[2].endswith("it has parallel.activation_checkpointing=none")
     [same] = pins.describe(best, {"stages": len(best.stages)}, best)[1:]
     assert same.endswith("finds no faster plan")
-    assert "with the pinned settings" in "\n".join(plans.describe(plan, is_pinned=True))
+    assert "with the pinned settings" in "\n".join(plan_description.describe(plan, is_pinned=True))
     assert pins.describe(best, {}, None) == []
 
 
 def test_a_plan_says_that_tensor_leaves_its_node():
     plan = golden_plan("two_clusters")
-    assert "leaves the node" not in "\n".join(plans.describe(plan))
+    assert "leaves the node" not in "\n".join(plan_description.describe(plan))
     stage = dataclasses.replace(
         plan.stages[0],
         mesh=plan.stages[0].mesh | {Axis.TENSOR: 2},
         fabrics=plan.stages[0].fabrics | {Axis.TENSOR: "roce"},
     )
     changed = dataclasses.replace(plan, stages=(stage, *plan.stages[1:]))
-    assert "leaves the node in stage 0 (roce)" in "\n".join(plans.describe(changed))
+    assert "leaves the node in stage 0 (roce)" in "\n".join(plan_description.describe(changed))
 
 
 @pytest.mark.parametrize("fabric", ["infiniband", "ethernet"])
@@ -244,7 +244,7 @@ def test_tensor_leaves_nodes_where_nothing_fits_without(fabric):
     config = make_config(model=model, parallel={}, train={"global_batch": 8})
     plan = make_plan(config, topology)
     assert not plan.exception
-    assert "leaves the node in stage" in "\n".join(plans.describe(plan))
+    assert "leaves the node in stage" in "\n".join(plan_description.describe(plan))
     pinned = make_plan(pinned_to(config, {"tensor": 2}), topology)
     assert plan.step_time_s == pytest.approx(pinned.step_time_s, rel=EXACT)
 

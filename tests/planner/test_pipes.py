@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from holmesjax.plan.plan import Plan, describe
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan_description import describe
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.explain import explain
 from holmesjax.planner.mesh_order import place
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape, StepSettings, joined_pool
 from holmesjax.topology import upgrades

@@ -5,12 +5,14 @@ import dataclasses
 import pytest
 
 from holmesjax.costs import work
+from holmesjax.costs.implementation import HOLMESJAX
+from holmesjax.costs.layer_times import BACKWARD_NUMBERS
 from holmesjax.costs.products import attention_products, layer_products
-from holmesjax.costs.stage_times import BACKWARD_NUMBERS, HOLMESJAX
 from holmesjax.layer_specs.distinct_kinds import kind_names, kinds
 from holmesjax.layer_specs.model_layers import layer_names
 from holmesjax.plan.device_pool import USABLE_MEMORY
-from holmesjax.plan.plan import Plan, describe
+from holmesjax.plan.plan import Plan
+from holmesjax.plan.plan_description import describe
 from holmesjax.planner.planner import make_plan
 from holmesjax.schedules.pipeline_schedules import validate
 from tests.clusters import (

@@ -12,10 +12,11 @@ from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN
 from holmesjax.layer_specs.model_layers import layer_names
 from holmesjax.parallel import sharding
 from holmesjax.plan.device_pool import USABLE_MEMORY
-from holmesjax.plan.plan import Axis, Plan, describe
+from holmesjax.plan.plan import Axis, Plan
+from holmesjax.plan.plan_description import describe
 from holmesjax.plan.processes import make_processes
+from holmesjax.planner.assignment import Segment
 from holmesjax.planner.planner import make_plan
-from holmesjax.planner.problem import Segment
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_layouts import MeshShape, Role, StepSettings
 from holmesjax.topology.catalogue import TRANSPORT_BYTES_PER_S

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax import job
+from holmesjax import job, job_description
 from holmesjax.errors import Mistakes, PlanError
 from holmesjax.planner import prices
 from holmesjax.planner.planner import make_plan
@@ -73,7 +73,9 @@ def test_prices_of_a_file_are_read_and_written(tmp_path):
     assert {link.egress_dollars_per_gb for link in topology.links.values()} == {0.02}
     saving.save(topology, tmp_path / "saved.yaml")
     assert loading.load(tmp_path / "saved.yaml") == topology
-    lines = job.load(ROOT / "configs/runs/quickstart.yaml", [f"topology={path}"]).describe()
+    lines = job_description.describe(
+        job.load(ROOT / "configs/runs/quickstart.yaml", [f"topology={path}"])
+    )
     [line] = [line for line in lines if line.startswith("price")]
     assert "dollars a step (nodes " in line
     assert "for 200 steps" in line

@@ -8,12 +8,12 @@ import pytest
 
 from holmesjax.config import ParallelConfig
 from holmesjax.errors import PlanError
-from holmesjax.plan import pins, plan as plans
+from holmesjax.plan import pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner.assembly import as_plan
-from holmesjax.planner.layer_ranges import add
+from holmesjax.planner.assignment import Assignment, Segment
+from holmesjax.planner.layer_ranges import sum_counts
 from holmesjax.planner.planner import find, make_plan
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.recomputation import with_fewest
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_kernels import stage_recomputed
@@ -51,7 +51,7 @@ def memory_between(config, layers, order, policy, shares):
     problem, found = make_problem(config, two_devices(80.0, 80.0)), []
     assignment = Assignment(SEGMENTS, layers)
     for place, share in enumerate(shares):
-        blocks = add(problem.ranges.chunks(layers, order.chunks)[place])
+        blocks = sum_counts(problem.ranges.chunks(layers, order.chunks)[place])
         in_flight = problem.in_flight(order, place, layers[place])
         most, least = (
             problem.stages(assignment.slots, StepSettings(4, name))[place].memory_bytes(
@@ -98,7 +98,7 @@ def test_a_plan_says_which_layers_compute_again_and_can_be_pinned_to_them():
     best = found.best[0]
     plan = as_plan(problem, best, found.bound_s, found.best)
     assert (plan.recomputed_layers, [stage.num_blocks for stage in plan.stages]) == ((4, 0), [5, 3])
-    told = "\n".join(plans.describe(plan))
+    told = "\n".join(plan_description.describe(plan))
     assert "layers that compute again (full), the first of each stage: 4, 0" in told
     assert "no plan whose layers all compute again, or none, is faster" in told
     own = list(stage_recomputed(problem, best))

@@ -10,10 +10,11 @@ import pytest
 from holmesjax.errors import PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.planner import planner, search as searches, shortlist
+from holmesjax.planner.assignment import Assignment, Segment
 from holmesjax.planner.candidates import schedule_kinds
 from holmesjax.planner.exhaustive import ExhaustiveSearch
+from holmesjax.planner.offers import make_offers
 from holmesjax.planner.planner import find, make_plan, timed_again
-from holmesjax.planner.problem import Assignment, Segment
 from holmesjax.planner.recomputation import refined
 from holmesjax.planner.search import search
 from holmesjax.planner.selection import make_problem
@@ -115,7 +116,7 @@ def test_no_plan_is_faster(name):
     ):  # none is left out because of a bound that is too high
         least_s = least_of.get((step.microbatches, step.checkpointing), math.inf)
         assert shortlist.rough_bound_s(problem, step) <= least_s * (1 + 1e-9)
-        bound_s = shortlist.bound_s(problem, step, shortlist.make_offers(problem, step))
+        bound_s = shortlist.bound_s(problem, step, make_offers(problem, step))
         assert bound_s <= least_s * (1 + 1e-9)
 
 
@@ -194,7 +195,7 @@ def test_no_plan_of_layers_of_several_kinds_is_faster(name):
     for step in shortlist.step_settings(config):
         least_s = least_of.get((step.microbatches, step.checkpointing), math.inf)
         assert shortlist.rough_bound_s(problem, step) <= least_s * (1 + 1e-9)
-        bound_s = shortlist.bound_s(problem, step, shortlist.make_offers(problem, step))
+        bound_s = shortlist.bound_s(problem, step, make_offers(problem, step))
         assert bound_s <= least_s * (1 + 1e-9)
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from holmesjax import config as configs, job as jobs
+from holmesjax import config as configs, job as jobs, job_description
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError
 from holmesjax.report import metrics, recorder
@@ -32,7 +32,7 @@ def test_mfu_of_a_plan_is_the_flop_of_its_products_over_those_of_the_data_sheet(
     flop = 3 * (forward + 2 * tokens * width * vocab)
     num_devices = sum(len(stage.devices) for stage in job.plan.stages)
     assert job.peak_step_s == pytest.approx(flop / (num_devices * H100_BFLOAT16), rel=2e-3)
-    [line] = [line for line in job.describe() if line.startswith("rate ")]
+    [line] = [line for line in job_description.describe(job) if line.startswith("rate ")]
     assert f"{tokens / job.plan.step_time_s:,.0f} tokens/s" in line
     counted = " (attention counted whole, not half as its causal mask) predicted; 10 steps in "
     assert f"MFU {job.peak_step_s / job.plan.step_time_s:.1%}{counted}" in line
@@ -41,17 +41,19 @@ def test_mfu_of_a_plan_is_the_flop_of_its_products_over_those_of_the_data_sheet(
 def test_a_rehearsal_has_a_predicted_mfu_and_none_that_is_measured(tmp_path):
     job = load(tmp_path, "train.compute_dtype=bfloat16", "run.rehearse=true", kind="h100")
     assert job.measured_peak_step_s is None
-    assert [line for line in job.describe() if "MFU" in line and "are rehearsed" in line]
+    assert [
+        line for line in job_description.describe(job) if "MFU" in line and "are rehearsed" in line
+    ]
     cpu = load(tmp_path)  # whose peak is a guess
     assert cpu.peak_step_s is None
-    assert "MFU" not in "".join(cpu.describe())
+    assert "MFU" not in "".join(job_description.describe(cpu))
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_the_plan_says_in_which_numbers_it_sums(tmp_path, moments):
     job = load(tmp_path, f"optimizer.moments={moments}", "train.compute_dtype=bfloat16")
     line = f"products in bfloat16, gradients summed in float32, moments in {moments}"
-    assert f"numbers     {line}" in job.describe()
+    assert f"numbers     {line}" in job_description.describe(job)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_the_plan_says_in_which_numbers_it_sums(tmp_path, moments):
 def test_the_header_says_how_gradients_are_sent(tmp_path, kind, nodes, settings, words):
     narrow = ["train.compute_dtype=bfloat16", "train.reduction_dtype=bfloat16"]
     job = load(tmp_path, *GPT, *narrow, *settings, kind=kind, nodes=nodes)
-    [line] = [line for line in job.describe() if line.startswith("numbers ")]
+    [line] = [line for line in job_description.describe(job) if line.startswith("numbers ")]
     assert words in line
 
 
@@ -74,7 +76,7 @@ def test_the_header_says_when_a_warmup_by_tokens_ends(tmp_path):
     settings = ["optimizer.schedule_by=tokens", "optimizer.warmup_steps=0"]
     settings += ["optimizer.warmup_tokens=600", "train.rampup=[{steps: 3, global_batch: 4}]"]
     line = "schedule    cosine by tokens: warm-up 600 (4 steps), 2,176 in all"  # 3 * 128 + 256
-    assert line in load(tmp_path, *settings).describe()
+    assert line in job_description.describe(load(tmp_path, *settings))
 
 
 def test_what_is_measured_stands_on_the_console_in_the_summary_and_in_the_file(

@@ -12,9 +12,9 @@ import yaml
 from holmesjax import job as jobs
 from holmesjax.config import CHECKOUT, ModelConfig
 from holmesjax.costs.implementation import HOLMESJAX
+from holmesjax.costs.layer_times import layers_s
 from holmesjax.costs.products import attention_products
 from holmesjax.costs.stage_shape import StageShape
-from holmesjax.costs.stage_times import layers_s
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.runtime import device_profile
 from holmesjax.runtime.device_profile import Timed

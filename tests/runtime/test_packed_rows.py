@@ -1,4 +1,8 @@
-"""A packed row gives each of its documents the losses and gradients that it has alone."""
+"""A packed row gives each of its documents the losses and gradients that it has alone.
+
+The oracle is another batch, with a row for each document, and no step on one device: the rows of
+`tests/whole_steps.py` would have the same mistake in positions and masks on both sides.
+"""
 
 import dataclasses
 import functools

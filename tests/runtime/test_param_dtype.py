@@ -1,4 +1,8 @@
-"""Parameters that are kept in bfloat16: each step rounds them as NumPy does, on any plan."""
+"""Parameters that are kept in bfloat16: each step rounds them as NumPy does, on any plan.
+
+The oracle rounds in NumPy, and numbers that were rounded otherwise are counted. So this is no row
+of `tests/whole_steps.py`, whose steps on one device are compared by the norms of arrays.
+"""
 
 import dataclasses
 import functools
@@ -12,8 +16,8 @@ import pytest
 from holmesjax.config import OptimizerConfig
 from holmesjax.costs import memory
 from holmesjax.costs.optimizer_state import updated_bytes
-from holmesjax.models import ops
 from holmesjax.models.layer import init_params, statements
+from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.runtime.pipeline import make_runner
 from tests.hand_made_plans import SMOOTH, hand_made_plan, make_chunks, make_model, train_step
@@ -126,7 +130,7 @@ def test_small_changes_add_up():
     """A change of 1/64 of the distance between two numbers moves none of them for good alone."""
     x = jnp.ones(4096, jnp.bfloat16)
     for update in range(64):
-        x = ops.round_parameter(x.astype(jnp.float32) + 2.0**-13, jnp.int32(update), 5)
+        x = update_ops.round_parameter(x.astype(jnp.float32) + 2.0**-13, jnp.int32(update), 5)
     moved = np.asarray(x, np.float64).mean() - 1
     assert moved == pytest.approx(2.0**-7, rel=0.06)  # six standard deviations
 

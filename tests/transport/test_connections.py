@@ -14,7 +14,7 @@ import pytest
 
 from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.hosts import process_environment
-from holmesjax.transport import admission, connections, handshake, records
+from holmesjax.transport import admission, connections, handshake, key_files, records
 from holmesjax.transport.handshake import WRONG_KEY
 from holmesjax.transport.records import Record
 from tests.transport.calls import (
@@ -418,30 +418,30 @@ def test_a_taken_port_and_a_foreign_address_are_refused():
 def test_a_key_file_is_private(tmp_path):
     path = tmp_path / "key"
     path.write_text("old")
-    key = connections.make_key_file(path)
+    key = key_files.make_key_file(path)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    assert connections.read_key_file(path) == key
+    assert key_files.read_key_file(path) == key
     path.chmod(0o640)
     with pytest.raises(HolmesError, match=r"mode 0640\n  fix: chmod 600"):
-        connections.read_key_file(path)
+        key_files.read_key_file(path)
     path.chmod(0o600)
     path.write_text("ab")
     with pytest.raises(HolmesError, match="must hold 32 bytes in hex"):
-        connections.read_key_file(path)
+        key_files.read_key_file(path)
     path.write_text("no key")
     with pytest.raises(HolmesError, match="holds no key of a job"):
-        connections.read_key_file(path)
+        key_files.read_key_file(path)
 
 
 def test_another_key_than_the_launchers_is_told_before_anybody_is_called(tmp_path, monkeypatch):
     """Once the file has had time to be the newest."""
-    old = connections.make_key_file(tmp_path / "key")
+    old = key_files.make_key_file(tmp_path / "key")
     env = {
         "HOLMES_PROCESS": "0",
         "HOLMES_CONTROLLER": "10.0.0.1:7000",
         "HOLMES_ADDRESSES": "{}",
         "HOLMES_KEY_FILE": str(tmp_path / "key"),
-        "HOLMES_KEY_DIGEST": connections.key_digest(bytes(32)),
+        "HOLMES_KEY_DIGEST": key_files.key_digest(bytes(32)),
     }
     monkeypatch.setattr(process_environment, "KEY_S", 0.2)
     with pytest.raises(HolmesError, match="not the key that the launcher has"):

@@ -84,7 +84,9 @@ def pair_through(breakers, crossings, lasts, flips=False, relay=None, **changes)
 
     def change(book):
         if relay is not None:
-            return [{key: [("192.0.2.1", 9)] for key in own} for own in book]  # nobody is there
+            return [
+                {key: [("192.0.2.1", 9)] for key in places} for places in book
+            ]  # nobody is there
         breakers.append(Breaker(book[called]["ethernet"][0], lasts, flips))
         book[called] = {**book[called], "ethernet": [breakers[0].address]}
         return book

@@ -81,7 +81,8 @@ connections.raise_open_files(4097 - connections.OWN_FILES)
 
 WAIT_FOR_A_NEIGHBOUR = """
 import resource, sys
-from holmesjax.transport.rendezvous import Meeting, Ports, Rendezvous
+from holmesjax.transport.ports import Ports
+from holmesjax.transport.rendezvous import Meeting, Rendezvous
 from tests.distributed.scripted_jobs import PROCESSES
 
 ports = Ports.open({"ethernet": ["127.0.0.1"]})

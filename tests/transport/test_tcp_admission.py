@@ -16,7 +16,8 @@ from holmesjax.errors import HolmesError, PeerError, RefusedError
 from holmesjax.transport import connections, frames, rendezvous
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Frame, FrameKind
-from holmesjax.transport.rendezvous import NeighbourHello, Ports
+from holmesjax.transport.ports import Ports
+from holmesjax.transport.rendezvous import NeighbourHello
 from tests.two_stages import (
     BACK,
     KEY,

@@ -14,7 +14,7 @@ import pytest
 
 from holmesjax.errors import PeerError
 from holmesjax.transport.crossings import Key
-from holmesjax.transport.rendezvous import Ports
+from holmesjax.transport.ports import Ports
 from tests.two_stages import addresses, make_crossing, make_plan, start
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,53 @@
+"""A mailbox belongs to one run: the first of its islands claims it, and others see that."""
+
+import secrets
+from collections.abc import Mapping
+
+from holmesjax.errors import HolmesError
+from holmesjax.islands import mailbox_records as records
+from holmesjax.islands.mailbox_places import Counted
+from holmesjax.islands.mailbox_records import DamagedObjectError
+
+
+def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
+    """Makes a mailbox that of a run, or finds that it is.
+
+    Raises HolmesError for the mailbox of another run, and OSError.
+    """
+    content = records.sealed(run)
+    try:
+        place.put(records.RUN, content, replaces=False)
+        _refuse_without_condition(place, where)
+    except FileExistsError:
+        try:
+            found = records.opened(place.read(records.RUN) or b"", records.RUN)
+        except DamagedObjectError as error:
+            fix = "name another parallel.mailbox, or empty this one before all islands start"
+            raise HolmesError(where, "is no mailbox", found=error, fix=fix) from None
+        differ = [name for name in run if found.get(name) != run[name]]
+        raise HolmesError(
+            where,
+            "is the mailbox of another run",
+            found=", ".join(f"{name}: {found.get(name)}, not {run[name]}" for name in differ)
+            or "other settings",
+            fix="name another parallel.mailbox; a run of other settings has one of its own",
+        ) from None
+
+
+def _refuse_without_condition(place: Counted, where: str) -> None:
+    """Raises HolmesError for a store that writes an object over another one, told not to."""
+    name = f"probe.{secrets.token_hex(8)}"
+    try:
+        for content in (b"first", b"second"):
+            place.put(name, content, replaces=False)
+    except FileExistsError:
+        return
+    finally:
+        place.remove([name])
+    place.remove([records.RUN])
+    raise HolmesError(
+        where,
+        "is in a store without conditional writes: two islands could merge one round",
+        found="it wrote an object over another one",
+        fix="use a store that knows If-None-Match, or a folder that all islands see",
+    )
