@@ -213,7 +213,16 @@ def seconds_by_stage(
     device: DeviceKind,
     implementation: Implementation,
 ) -> SecondsByStage:
-    """Seconds of a layer of one kind with a checkpointing, in the shape of the stage's numbers."""
+    """Seconds of a layer of one kind with a checkpointing, in the shape of the stage's numbers.
+
+    Args:
+      model: the model's settings.
+      number: of the kind of layer.
+      stage: the shape of the stage, whose sizes may be arrays.
+      policy: what the layer computes again.
+      device: the kind of device.
+      implementation: how layers are computed.
+    """
     uncut = dict.fromkeys(CUTS, 0)
     like = _LayerShape.of(stage, **uncut, checkpointing=policy)
     known = _known_layers(model, number, like, device, implementation)

@@ -71,7 +71,7 @@ def make_store(folder: Path, environment: ProcessEnvironment) -> OwnStore:
 
 
 class ProcessStore:
-    """What a process does with the run folder of its job.
+    """The run folder of a job, as one process of it has it.
 
     Args:
       job: the job of the run folder.

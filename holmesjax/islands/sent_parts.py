@@ -1,4 +1,7 @@
-"""What islands have sent to the rounds of a mailbox: each record is read once, damaged ones go."""
+"""The parts that islands have sent to the rounds of a mailbox.
+
+Each record is read once, and damaged ones go.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which devices and layers each stage has, as a search decides it.
+"""The devices and layers of each stage, as a search decides them.
 
 segment     consecutive stages of the pipeline that share a pool, and their mesh
 slot        the place of one stage in its segment

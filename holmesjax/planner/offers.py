@@ -91,6 +91,13 @@ def most_load(
     """The load that stages can hold in their time and their memory, arrays of one shape.
 
     It is none where it would be less than a layer, or where a microbatch does not come in time.
+
+    Args:
+      limit_s: seconds of a microbatch.
+      fixed_s, layer_s: seconds of a stage without layers, and of a unit of load.
+      room: the load that its memory holds.
+      least: the smallest load of a layer.
+      way_s: seconds of a boundary.
     """
     most = np.floor(np.minimum((limit_s - fixed_s) / layer_s * (1 + 1e-9), room))
     return np.where((most >= least) & (way_s <= limit_s), most, 0)

@@ -1,4 +1,4 @@
-"""What a plan is searched for: a config and machines, and the seconds of any stages and links.
+"""The problem of a search: a config and machines, and the seconds of any stages and links.
 
 order       which schedule the pipeline runs, and with how many microbatches
 flow        what one stage sends to another, one array after the other

@@ -237,16 +237,16 @@ def least_memory(problem: Problem, least: float, most: float) -> float:
     More than one microbatch in flight is not counted, nor what the ends of the model add.
     """
     for settings in step_settings(problem.config):
-        rooms = [
-            (most_stages(pool, found), rooms(problem, index, found, settings)[1])
+        of_pools = [
+            (most_stages(pool, meshes), rooms(problem, index, meshes, settings)[1])
             for index, pool in enumerate(problem.pools)
-            if (found := problem.meshes(index, settings))
+            if (meshes := problem.meshes(index, settings))
         ]
-        holds = lambda times, own=rooms: (
+        holds = lambda times, of_pools=of_pools: (
             problem.ranges.load
             <= sum(
                 (stages * np.maximum(np.floor(room.load(1, times)), 0)).max()
-                for stages, room in own
+                for stages, room in of_pools
             )
         )
         if holds(least):
