@@ -31,7 +31,7 @@ def left_behind(id: str) -> list[str]:
     found = [str(p) for p in names if p.name.partition(".")[0] == lab]
     found += [str(p) for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(lab)]
     found += [str(p) for p in Path("/run/holmesjax").glob(id)]
-    made = re.compile(r"n\d+-(eth|fast)|br-(eth|\d)|(in|out)\d+")
+    made = re.compile(r"n\d+-(eth|fast)|br-(eth|\d)|(in|out|late)\d+")
     found += [name for _, name in socket.if_nameindex() if made.fullmatch(name)]
     for path in Path("/proc").glob("[0-9]*/cgroup"):
         with contextlib.suppress(OSError):

@@ -32,6 +32,7 @@ MAX_CLUSTERS, MAX_NODES = 255, 254
 
 FULL = 0.9  # of a core: the rest is for the supervisor and the kernel
 MIN_RATE_BYTES_PER_S = 1e3  # below, a frame takes ten seconds
+MIN_DELAY_S = 500e-6  # of a way: what is shorter, the process that delays would itself take
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 
 
@@ -55,7 +56,6 @@ class LabNode:
     slow_rate_bytes_per_s: float | None
     fast_address: str | None  # None where the cluster's fabric is Ethernet, or a single node's
     fast_rate_bytes_per_s: float | None
-    fast_latency_s: float
     addresses: dict[str, list[str]]  # by fabric, as HOLMES_ADDRESSES has them
 
     @property
@@ -72,7 +72,12 @@ class LabLink:
     """The link from the nodes of one cluster to those of another."""
 
     rate_bytes_per_s: float  # of each node
-    latency_s: float
+    latency_s: float  # in the lab's time
+
+    @property
+    def delay_s(self) -> float:
+        """How long the lab holds each packet; 0: the latency is too short to be rebuilt."""
+        return self.latency_s if self.latency_s >= MIN_DELAY_S else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +100,11 @@ class Lab:
 
     def cluster_number(self, name: str) -> int:
         return [cluster.name for cluster in self.topology.clusters].index(name)
+
+    @property
+    def delays_s(self) -> list[float]:
+        """The delays of all ways: those of each have a number, which is the place here."""
+        return sorted({link.delay_s for link in self.links.values() if link.delay_s})
 
     def pipes_of(self, way: tuple[int, int]) -> list[int]:
         """The numbers of the pipes that lie on a way, in the order in which packets pass them."""
@@ -344,10 +354,6 @@ def _node(
         slow_rate_bytes_per_s=scale * max(slow_rates) if slow_rates else None,
         fast_address=fast if has_fast else None,
         fast_rate_bytes_per_s=scale * rates[cluster.fabric] if has_fast else None,
-        fast_latency_s=max(
-            (nic.latency_s / scale for nic in node.nics if nic.fabric == cluster.fabric),
-            default=0.0,
-        ),
         addresses=addresses,
     )
 
@@ -370,8 +376,8 @@ def _link_rate(topology: Topology, a: str, b: str) -> float:
     )
 
 
-def describe(lab: Lab, *, has_netem: bool) -> list[str]:
-    """Lines for the console: shares, rates and addresses of all nodes and links."""
+def describe(lab: Lab) -> list[str]:
+    """Lines for the console: shares, rates, latencies and addresses of all nodes and links."""
     lines = []
     for node in lab.nodes:
         cores = ",".join(map(str, node.share.cores))
@@ -382,19 +388,12 @@ def describe(lab: Lab, *, has_netem: bool) -> list[str]:
         lines.append(f"  {node.name:<9} {cpu}, {', '.join(networks)}")
     names = [cluster.name for cluster in lab.topology.clusters]
     for (a, b), link in sorted(lab.links.items()):
-        rate = show(link.rate_bytes_per_s, "b/s")
-        lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node")
+        rate, latency = show(link.rate_bytes_per_s, "b/s"), show(link.latency_s, "s")
+        short = "" if link.delay_s else ", too short to be rebuilt"
+        lines.append(f"  {names[a]} -> {names[b]}: {rate} from each node, latency {latency}{short}")
     for pipe in lab.pipes:
         name = name_of(tuple((names[a], names[b]) for a, b in pipe.ways))
         lines.append(f"  {name}: {show(pipe.rate_bytes_per_s, 'b/s')} from all together")
-    latencies = {link.latency_s for link in lab.links.values()} | {
-        node.fast_latency_s for node in lab.nodes if node.fast_address
-    }
-    if not has_netem and latencies:
-        values = ", ".join(show(latency_s, "s") for latency_s in sorted(latencies))
-        lines.append(
-            f"  latency not emulated, this kernel has no netem: {values} in the lab's time"
-        )
     return lines
 
 

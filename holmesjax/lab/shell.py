@@ -17,7 +17,13 @@ then those of the next pipe on its way, before the bridge sees it:
 
     n<node>-eth   in<pipe> ---- out<pipe>   in<pipe> ---- out<pipe>   br-eth
 
-The bridge does not learn from such packets where a node is, so it is told.
+A packet that goes a way with a latency passes a TAP device behind these, which leads through a
+process that holds it for so long. There is one for all ways of a latency:
+
+    n<node>-eth   late<number> ---- process ---- late<number>   br-eth
+
+The bridge does not learn from such packets where a node is, so it is told. A packet is delayed
+after the rates of its sender and of the pipes, and before that of the port of its receiver.
 """
 
 import shlex
@@ -38,6 +44,7 @@ BURST_S = 200e-6  # what a class may send at once after a pause, as time at its 
 # each connection keeps some on their way.
 QUEUE_S, QUEUE_FRAMES = 0.1, 32
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
+LATE_FRAMES = 10_000  # that the process that delays may be behind
 FRAME_BYTES = MTU_BYTES + 14
 
 # Classes of `eth0`: the NIC, its share for what stays in the cluster, and one for each other
@@ -55,7 +62,6 @@ class Commands:
     lab: Lab
     id: str
     cgroup_version: Version
-    has_netem: bool  # whether the kernel can delay packets
 
     @property
     def switch(self) -> str:
@@ -67,6 +73,11 @@ class Commands:
 
     def cgroup(self, node: LabNode) -> str:
         return f"{CGROUPS[self.cgroup_version]}/{self.switch}/{node.name}"
+
+    @property
+    def line_cgroup(self) -> str:
+        """That of the process that delays; no node has such a name."""
+        return f"{CGROUPS[self.cgroup_version]}/{self.switch}/+line"
 
     def hosts(self, cluster: int) -> str:
         """The hosts file of a cluster's nodes: neighbours by their fast addresses."""
@@ -82,6 +93,8 @@ class Commands:
             if any(node.fast_address for node in self.lab.members(c)):
                 lines += self._bridge(f"br-{c}")
             lines.append(self._write_hosts(c))
+        for number in range(len(self.lab.delays_s)):
+            lines += self._late(number)
         for number, pipe in enumerate(self.lab.pipes):
             lines += self._pipe(number, pipe)
         for number, pipe in enumerate(self.lab.pipes):
@@ -120,18 +133,49 @@ class Commands:
             ]
         return lines
 
+    def _late(self, number: int) -> list[str]:
+        """A device through which packets go to the process that delays, and come back."""
+        ip, late = f"ip -n {self.switch}", late_name(number)
+        return [
+            f"{ip} tuntap add dev {late} mode tap",
+            f"{ip} link set dev {late} mtu {MTU_BYTES} txqueuelen {LATE_FRAMES}",
+            f"{ip} link set dev {late} addrgenmode none master br-eth up",
+            # What the bridge sent there would come back.
+            f"bridge -n {self.switch} link set dev {late} "
+            "learning off flood off mcast_flood off bcast_flood off",
+        ]
+
     def _lead(self, device: str, ways: Sequence[tuple[int, int]], behind: int = -1) -> list[str]:
-        """Leads what comes from a device to the next pipe of its way, after the pipe `behind`."""
+        """Leads what comes from a device to the next pipe of its way, after the pipe `behind`.
+
+        After the last pipe it is led to the delay of its way, if that has one.
+        """
         tc = f"tc -n {self.switch}"
         add = f"{tc} filter add dev {device} parent ffff: protocol ip"
-        nexts = [(way, [n for n in self.lab.pipes_of(way) if n > behind]) for way in ways]
+        nexts = [(way, self._next(way, behind)) for way in ways]
         lines = [
             f"{add} pref {CLASSIFY + i} u32 {_between(way)} "
-            f"action mirred egress redirect dev in{pipes[0]}"
-            for i, (way, pipes) in enumerate(nexts)
-            if pipes
+            f"action mirred egress redirect dev {next_device}"
+            for i, (way, next_device) in enumerate(nexts)
+            if next_device
         ]
         return [f"{tc} qdisc add dev {device} ingress", *lines] if lines else []
+
+    def _next(self, way: tuple[int, int], behind: int) -> str | None:
+        """The device of a way that comes after the pipe `behind`; None: the bridge."""
+        if pipes := [number for number in self.lab.pipes_of(way) if number > behind]:
+            return f"in{pipes[0]}"
+        delay_s = self.lab.links[way].delay_s
+        return late_name(self.lab.delays_s.index(delay_s)) if delay_s else None
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether packets go by other devices than the ports of their nodes."""
+        return bool(self.lab.pipes or self.lab.delays_s)
+
+    def _lead_node(self, node: LabNode) -> list[str]:
+        ways = [way for way in self.lab.links if way[0] == node.cluster]
+        return self._lead(port_name(node, "eth0"), ways)
 
     def _place(self, node: LabNode) -> str:
         """Tells the bridge at which port a node is."""
@@ -149,10 +193,9 @@ class Commands:
         inside = f"ip -n {self.namespace(node)}"
         lines = [f"ip netns add {self.namespace(node)}", f"{inside} link set dev lo up"]
         lines += self._interface(node, "eth0", "br-eth", f"{node.slow_address}/16")
-        if self.lab.pipes:
-            ways = [way for way in self.lab.links if way[0] == node.cluster]
+        if self._is_led:
             lines.append(f"{inside} link set dev eth0 address {_mac(node)}")
-            lines += [self._place(node), *self._lead(port_name(node, "eth0"), ways)]
+            lines += [self._place(node), *self._lead_node(node)]
         if node.fast_address:
             lines += self._interface(node, "fast0", f"br-{node.cluster}", f"{node.fast_address}/24")
         # The fast addresses of other clusters, for links that are not called Ethernet.
@@ -173,7 +216,7 @@ class Commands:
     def _shaping(self, node: LabNode) -> list[str]:
         lines = []
         if (rate := node.fast_rate_bytes_per_s) is not None:
-            lines += self._shape(self.namespace(node), "fast0", rate, delay_s=node.fast_latency_s)
+            lines += self._shape(self.namespace(node), "fast0", rate)
             lines += self._shape(self.switch, port_name(node, "fast0"), rate)
         if (rate := node.slow_rate_bytes_per_s) is not None:
             lines += self._shape_links(node, rate)
@@ -193,14 +236,13 @@ class Commands:
             f"{tc} qdisc add dev {port} parent 1:{LOST:x} pfifo limit 0",
         ]
 
-    def _shape(self, namespace: str, device: str, rate: float, delay_s: float = 0.0) -> list[str]:
+    def _shape(self, namespace: str, device: str, rate: float) -> list[str]:
         """One rate for all that leaves by a device."""
         tc = f"tc -n {namespace}"
         return [
             _limit_chunks(namespace, device, rate),
             f"{tc} qdisc add dev {device} root handle 1: htb default {NIC:x}",
             f"{tc} class add dev {device} parent 1: classid 1:{NIC:x} htb {_rates(rate, rate)}",
-            *self._delay(tc, device, NIC, delay_s),
         ]
 
     def _shape_links(self, node: LabNode, rate: float) -> list[str]:
@@ -218,10 +260,9 @@ class Commands:
             f"{add} 1: classid 1:{NIC:x} htb {_rates(rate, rate)}",
             f"{add} 1:{NIC:x} classid 1:{OWN:x} htb {_rates(rate / (1 + len(links)), rate)}",
         ]
-        for b, link in links.items():
+        for b in links:
             minor = FIRST_LINK + b
             lines.append(f"{add} 1:{NIC:x} classid 1:{minor:x} htb {self._link_rates(node, b)}")
-            lines += self._delay(tc, "eth0", minor, link.latency_s)
             lines += _filters(tc, "eth0", b, CLASSIFY + b, minor)
         return lines
 
@@ -236,22 +277,15 @@ class Commands:
         assert node.slow_rate_bytes_per_s is not None, f"{node.name} has links and no rate"
         return _rates(min(node.slow_rate_bytes_per_s / (1 + links), link_rate), link_rate)
 
-    def _delay(self, tc: str, device: str, minor: int, delay_s: float) -> list[str]:
-        if not self.has_netem or delay_s == 0:
-            return []
-        delay_us = round(1e6 * delay_s)
-        return [
-            f"{tc} qdisc add dev {device} parent 1:{minor:x} netem delay {delay_us}us limit 100000"
-        ]
-
     # ---- processes -----------------------------------------------------------------------------
 
     def _cgroup_root(self) -> list[str]:
         root = f"{CGROUPS[self.cgroup_version]}/{self.switch}"
+        line = [f"mkdir {self.line_cgroup}"] * bool(self.lab.delays_s)
         if self.cgroup_version == "v1":
-            return [f"mkdir {root}"]
+            return [f"mkdir {root}", *line]
         enable = "echo +cpu > {}/cgroup.subtree_control"
-        return [enable.format(CGROUPS["v2"]), f"mkdir {root}", enable.format(root)]
+        return [enable.format(CGROUPS["v2"]), f"mkdir {root}", enable.format(root), *line]
 
     def _quota(self, node: LabNode) -> list[str]:
         path, quota_us = self.cgroup(node), round(node.share.quota * PERIOD_US)
@@ -276,6 +310,14 @@ class Commands:
             f' sh -c {shlex.quote(inside)} sh "$@"'
         )
         return ["sh", "-c", outside, "sh", *command]
+
+    def delaying(self, command: Sequence[str]) -> list[str]:
+        """The words that run the command that delays: its arguments are devices and seconds."""
+        delays = [f"{late_name(n)}={delay_s:g}" for n, delay_s in enumerate(self.lab.delays_s)]
+        outside = (
+            f'echo $$ > {self.line_cgroup}/cgroup.procs && exec ip netns exec {self.switch} "$@"'
+        )
+        return ["sh", "-c", outside, "sh", *command, *delays]
 
     # ---- faults --------------------------------------------------------------------------------
 
@@ -319,8 +361,12 @@ class Commands:
             port = f"ip -n {self.switch} link set dev {port_name(node, device)}"
             out.append(f"{port} nomaster")
             back.append(f"{port} master {bridge}")
-            if is_slow and self.lab.pipes:
-                back.append(self._place(node))
+            if is_slow and self._is_led:
+                # What is led elsewhere would reach the others without the bridge.
+                lead = self._lead_node(node)
+                device = port_name(node, "eth0")
+                out += [f"tc -n {self.switch} qdisc del dev {device} ingress"] * bool(lead)
+                back += [self._place(node), *lead]
         return out, back
 
 
@@ -339,6 +385,11 @@ def tear_down(id: str, version: Version) -> list[str]:
 def port_name(node: LabNode, device: str) -> str:
     """The other end of a node's interface, at its bridge."""
     return f"n{node.number}-{'eth' if device == 'eth0' else 'fast'}"
+
+
+def late_name(number: int) -> str:
+    """The device of a delay, by the place of this delay among those of the lab."""
+    return f"late{number}"
 
 
 def _mac(node: LabNode) -> str:

@@ -86,7 +86,7 @@ class Counters:
                 "from": names[a],
                 "to": names[b],
                 "rate_bytes_per_s": link.rate_bytes_per_s,
-                "latency_s": link.latency_s if self._commands.has_netem else 0.0,
+                "latency_s": link.delay_s,
                 "kernel_bytes": counted[a, b],
                 "runtime_bytes": self._told[f"{names[a]} -> {names[b]}"],
                 "parts": self._parts((a, b), counted[a, b], packets[a, b]),

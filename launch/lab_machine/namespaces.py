@@ -6,21 +6,28 @@ import fcntl
 import itertools
 import os
 import secrets
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
 from holmesjax.errors import FatalError, HolmesError
-from holmesjax.lab.scaled_topology import SUPERVISOR, Lab
+from holmesjax.lab.scaled_topology import SUPERVISOR, Lab, LabNode
 from holmesjax.lab.shell import CGROUPS, STATE, Commands, Version, tear_down
+from launch.lab_machine import delay_line
 from launch.launchers.launcher import Children, EventSink, ProcessStart, variables_here
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
 CLONE_NEWNET = 0x40000000
+LINE_S = 20.0  # for the process that delays to start, and to end
+CONNECT_S = 20.0  # for a connection in a lab that nothing disturbs
 
 
 def cgroup_version() -> Version | None:
@@ -28,16 +35,6 @@ def cgroup_version() -> Version | None:
     if Path(CGROUPS["v2"], "cgroup.controllers").exists():
         return "v2"
     return "v1" if Path(CGROUPS["v1"], "cpu.cfs_quota_us").exists() else None
-
-
-def has_netem() -> bool:
-    """Whether the kernel can delay packets; tried in a namespace that ends with the trial."""
-    trial = "tc qdisc add dev lo root netem delay 1ms"
-    words = ["unshare", "--net", *trial.split()]
-    try:
-        return subprocess.run(words, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
 
 
 def refuse_without_means() -> None:
@@ -82,7 +79,6 @@ def commands_for(lab: Lab) -> Commands:
         lab=lab,
         id=next(id for id in ids if not Path(STATE, id).exists()),
         cgroup_version=cgroup_version() or "v2",
-        has_netem=has_netem(),
     )
 
 
@@ -122,12 +118,94 @@ def built(commands: Commands) -> Iterator[None]:
                 run_line(line)
             with open(f"/var/run/netns/{commands.switch}") as switch:
                 _enter_network(switch.fileno())
-            yield
+            with delaying(commands):
+                yield
         finally:
             with _undisturbed():
                 _enter_network(home)
                 os.close(home)
                 _take_away(commands.id, commands.cgroup_version)
+
+
+def delaying_words(commands: Commands) -> list[str]:
+    """The words that start the process that delays packets."""
+    return commands.delaying([sys.executable, "-m", delay_line.__name__])
+
+
+@contextlib.contextmanager
+def delaying(commands: Commands) -> Iterator[subprocess.Popen[str] | None]:
+    """Runs the process that delays packets, if any way of a lab that is built has a latency.
+
+    Raises FatalError if it does not start, or has ended before it should. It ends with this
+    process, however that ends, since its standard input then has an end.
+    """
+    if not commands.lab.delays_s:
+        yield None
+        return
+    line = subprocess.Popen(
+        delaying_words(commands),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the lab
+    )
+    assert line.stdin is not None
+    assert line.stdout is not None
+    try:
+        ready, _, _ = select.select([line.stdout], [], [], LINE_S)
+        if not ready or line.stdout.readline().strip() != delay_line.READY:
+            problem = f"did not start in {LINE_S:g} s" if not ready else "ended at its start"
+            raise FatalError("delay line", problem, found=line.poll(), fix="see what it says above")
+        yield line
+        has_ended = line.poll() is not None
+    finally:
+        line.stdin.close()
+        try:
+            line.wait(LINE_S)
+        except subprocess.TimeoutExpired:
+            line.kill()
+            line.wait()
+        line.stdout.close()
+    if has_ended:
+        problem = "ended before the lab, so delayed links have carried nothing since"
+        raise FatalError("delay line", problem, found=line.returncode, fix="see what it says above")
+
+
+def round_trip_s(commands: Commands, a: LabNode, b: LabNode) -> float:
+    """Measures how long TCP takes to open a connection over the slow network: the best of three.
+
+    The kernels of both ends answer by themselves, so no process has to be awake. Raises FatalError
+    where no connection is opened.
+    """
+    times_s = []
+    with socket_on(commands, b) as listener:
+        listener.bind((b.slow_address, 0))
+        listener.listen()
+        for _ in range(3):
+            with socket_on(commands, a) as caller:
+                caller.settimeout(CONNECT_S)
+                start_s = time.monotonic()
+                try:
+                    caller.connect(listener.getsockname())
+                except OSError as error:
+                    where, problem = f"{a.name} -> {b.name}", "opens no TCP connection in the lab"
+                    raise FatalError(where, problem, found=error, fix="see docs/lab.md") from None
+                times_s.append(time.monotonic() - start_s)
+    return min(times_s)
+
+
+def socket_on(
+    commands: Commands, node: LabNode, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> socket.socket:
+    """A socket in the network of a node: it stays there, whoever uses it."""
+
+    def make() -> socket.socket:
+        with open(f"/var/run/netns/{commands.namespace(node)}") as namespace:
+            _enter_network(namespace.fileno())
+        return socket.socket(socket.AF_INET, kind)
+
+    with ThreadPoolExecutor(1) as thread:  # a network is that of a thread
+        return thread.submit(make).result()
 
 
 @contextlib.contextmanager

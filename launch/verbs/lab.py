@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from holmesjax.lab.injected_faults import Fault
 from holmesjax.lab.shell import Commands, tear_down
 from holmesjax.topology import loading
 from holmesjax.topology.machines import Node, Topology
+from holmesjax.units import show
 from launch.lab_machine import namespaces
 from launch.lab_machine.counters import Counters
 from launch.lab_machine.injector import Injector
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     faults = injected_faults.parse_all(args.fault, topology)
     lab, lines = _make_lab(args, topology, config)
     commands = namespaces.commands_for(lab)
-    described = scaled_topology.describe(lab, has_netem=commands.has_netem)
+    described = scaled_topology.describe(lab)
     print(f"lab         {commands.switch}: {len(lab.nodes)} nodes", *described, sep="\n")
     print(f"  scale     {lines[0]}", *(f"            {line}" for line in lines[1:]), sep="\n")
     if args.dry_run:
@@ -81,6 +82,7 @@ class _Watch:
 
 def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]) -> int:
     with unwinding(), namespaces.built(commands):
+        print(*_round_trips(commands), sep="\n", flush=True)
         if command.verb == "profile":
             return _profile(commands, command)
         launcher = namespaces.LabLauncher(commands)
@@ -94,6 +96,18 @@ def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]
             islands = island_states.clusters_of(command.job.plan)
             watch = _Watch(Counters(commands, islands), injector, command.job.run_dir)
             return int(verb.run(command, launcher, watch))
+
+
+def _round_trips(commands: Commands) -> Iterator[str]:
+    """Measures the round trip between each two clusters; yields a line for each."""
+    lab = commands.lab
+    for a, b in sorted(lab.links):
+        if a < b:
+            expected_s = lab.links[a, b].delay_s + lab.links[b, a].delay_s
+            found_s = namespaces.round_trip_s(commands, lab.members(a)[0], lab.members(b)[0])
+            names = " <-> ".join(lab.topology.clusters[end].name for end in (a, b))
+            expected = f"{show(expected_s, 's')} rebuilt, " if expected_s else ""
+            yield f"  round trip {names}: {expected}{show(found_s, 's')} measured"
 
 
 def _profile(commands: Commands, command: argparse.Namespace) -> int:
@@ -171,6 +185,9 @@ def _core_flop_per_s(core: int) -> float:
 def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespace) -> list[str]:
     """Returns every line that would be run, with comments between them."""
     lines = ["# build the lab", *commands.build()]
+    if commands.lab.delays_s:
+        words = shlex.join(namespaces.delaying_words(commands))
+        lines += ["# start the process that delays, which ends with its standard input", words]
     words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
     nodes = commands.lab.nodes
     if command.verb == "profile":

@@ -11,11 +11,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from holmesjax.errors import FatalError
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.injected_faults import parse
+from holmesjax.lab.scaled_topology import LabNode
 from holmesjax.lab.shell import FIRST_LINK, NIC, OWN, Commands, port_name, tear_down
 from holmesjax.report import metrics
 from holmesjax.topology import loading
@@ -57,13 +63,14 @@ def wait_until(condition):
 
 
 @contextlib.contextmanager
-def network(topology_file: Path, scale: float):
-    """A lab without a supervisor, built with the same lines."""
+def network(topology_file: Path, scale: float, latency_s: float = 0.0):
+    """A lab without a supervisor, built with the same lines, and with a latency of its links."""
     topology = loading.load(topology_file)
     shares = scaled_topology.make_shares(topology, "float32", sorted(os.sched_getaffinity(0)), None)
     version = namespaces.cgroup_version()
     lab = scaled_topology.make_lab(topology, shares, scale)
-    made = dataclasses.replace(namespaces.commands_for(lab), has_netem=False)
+    links = {way: dataclasses.replace(link, latency_s=latency_s) for way, link in lab.links.items()}
+    made = namespaces.commands_for(dataclasses.replace(lab, links=links))
     with namespaces.owned(made.id):
         try:
             for line in made.build():
@@ -297,6 +304,70 @@ def test_pairs_of_clusters_get_together_no_more_than_the_uplink_that_they_share(
             assert 8 * 2 * SENT_BYTES / took_s < 1.05 * most
 
 
+def numbered(made: Commands, sender: LabNode, receiver: LabNode, numbers: Sequence[int]):
+    """Sends a datagram for each number from node to node."""
+    with namespaces.socket_on(made, sender, socket.SOCK_DGRAM) as sock:
+        for number in numbers:
+            sock.sendto(number.to_bytes(4), (receiver.slow_address, 5001))
+
+
+def num_delayed(made: Commands) -> int:
+    """The packets that have come out of the first delay."""
+    table = namespaces.run_line(f"ip netns exec {made.switch} cat /proc/net/dev")
+    return int(re.search(r"late0: *\d+ +(\d+)", table)[1])
+
+
+@needs_lab
+def test_a_delayed_link_takes_its_time_and_changes_nothing(tmp_path):
+    """Both ways at once, and after cuts. No machine takes less than the round trip."""
+    path, latency_s = tmp_path / "topology.yaml", 0.02
+    path.write_text(UNEQUAL)
+    with network(path, 0.01, latency_s) as made, contextlib.ExitStack() as stack:
+        line = stack.enter_context(namespaces.delaying(made))
+        a, near, b = made.lab.nodes
+        namespaces.round_trip_s(made, a, near)
+        assert num_delayed(made) == 0  # inside a cluster there is no latency
+        with namespaces.socket_on(made, b, socket.SOCK_DGRAM) as taker:
+            taker.bind((b.slow_address, 5001))
+            taker.settimeout(DEADLINE_S)
+            numbered(made, a, b, range(100))
+            assert [int.from_bytes(taker.recv(9)) for _ in range(100)] == list(range(100))
+            passed = 100
+            for number, text in enumerate(("cut a->b 1s", "cut b-0 1s", "cut a-0 1s"), 1):
+                doing, undoing = made.fault(parse(text, made.lab.topology))
+                [namespaces.run_line(do) for do in doing]
+                numbered(made, a, b, [1000])
+                passed += "a-0" not in text  # what leaves a node that is cut does not come so far
+                wait_until(lambda passed=passed: num_delayed(made) == passed)
+                [namespaces.run_line(undo) for undo in undoing]
+                numbered(made, a, b, [number])
+                passed += 1
+                assert int.from_bytes(taker.recv(9)) == number, text
+
+        assert namespaces.round_trip_s(made, a, b) >= 2 * latency_s
+
+        num_bytes, random = 4_000_000, np.random.default_rng(0)
+        sent = {end.name: random.bytes(num_bytes) for end in (a, b)}
+        with namespaces.socket_on(made, b) as listener, namespaces.socket_on(made, a) as caller:
+            listener.bind((b.slow_address, 0))
+            listener.listen()
+            caller.settimeout(DEADLINE_S)
+            caller.connect(listener.getsockname())
+            with listener.accept()[0] as answerer, ThreadPoolExecutor(4) as pool:
+                answerer.settimeout(DEADLINE_S)
+                sockets = {a.name: caller, b.name: answerer}
+                sending = [pool.submit(sockets[end].sendall, sent[end]) for end in sent]
+                read = lambda sock: sock.makefile("rb").read(num_bytes)
+                got = dict(zip(sent, pool.map(read, (answerer, caller)), strict=True))
+                [each.result() for each in sending]
+        assert got == sent
+
+        line.kill()
+        line.wait()
+        with pytest.raises(FatalError, match="ended before the lab"):
+            stack.close()
+
+
 @needs_lab
 def test_a_node_has_its_own_name_hosts_cores_and_share(tmp_path):
     path = tmp_path / "topology.yaml"
@@ -401,6 +472,14 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
     assert [r["loss"] for r in metrics.read(tmp_path / "run")] == [r["loss"] for r in records]
 
 
+def processes_of_line(id: str) -> str:
+    """What delays the packets of a lab."""
+    [folder] = (
+        p for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(f"holmes-{id}")
+    )
+    return (folder / "+line/cgroup.procs").read_text()
+
+
 @needs_lab
 def test_nothing_is_left_whatever_ends_a_lab(tmp_path, capsys):
     """One is killed by a fault and gives up, one stopped with Ctrl-C, one killed with -9."""
@@ -421,8 +500,11 @@ def test_nothing_is_left_whatever_ends_a_lab(tmp_path, capsys):
                 assert job.process.poll() is None, job.output
                 time.sleep(0.01)
             job.note_workers()
+        assert processes_of_line(ids[2])
         killed.process.kill()
         assert killed.end() == -signal.SIGKILL
+        # The process that delays ends by itself: nobody else would see that it is left.
+        wait_until(lambda: not processes_of_line(ids[2]))
         assert left_behind(ids[2]) != []
         cleaned = run_launch_here(capsys, "lab", "clean")
         assert (cleaned.returncode, cleaned.stderr) == (0, "")

@@ -13,7 +13,7 @@ from holmesjax.errors import ConfigError, HolmesError, Mistakes, TopologyError
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.injected_faults import parse, parse_all
 from holmesjax.lab.scaled_topology import Share
-from holmesjax.lab.shell import Commands, tear_down
+from holmesjax.lab.shell import Commands, _between, port_name, tear_down
 from holmesjax.topology import loading, machines as topologies
 
 TWO_BY_TWO = """
@@ -55,26 +55,54 @@ def topology(tmp_path, text=TWO_BY_TWO):
     return loading.load(path)
 
 
-def commands(tmp_path, text=TWO_BY_TWO, *, scale=0.01, version="v1", has_netem=False, cores=(0, 1)):
+def commands(tmp_path, text=TWO_BY_TWO, *, scale=0.01, version="v1", cores=(0, 1)):
     machines = topology(tmp_path, text)
     shares = scaled_topology.make_shares(machines, "float32", cores, None)
     lab = scaled_topology.make_lab(machines, shares, scale)
-    return Commands(lab=lab, id="test", cgroup_version=version, has_netem=has_netem)
+    return Commands(lab=lab, id="test", cgroup_version=version)
 
 
 # ---- shell lines -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version, has_netem", [("v1", False), ("v2", True)])
-def test_the_lines_match_golden(tmp_path, assert_golden, version, has_netem):
+@pytest.mark.parametrize("version, latency", [("v1", "2 us"), ("v2", "50 us")])
+def test_the_lines_match_golden(tmp_path, assert_golden, version, latency):
     """To accept a change on purpose: pytest --update-golden, then read the diff."""
-    made = commands(tmp_path, version=version, has_netem=has_netem)
-    lines = [*made.build(), *map(str, made.enter(made.lab.nodes[3], ["true"]))]
+    made = commands(tmp_path, TWO_BY_TWO.replace("50 us", latency), version=version)
+    lines = [*made.build(), *made.enter(made.lab.nodes[3], ["true"])]
+    lines += made.delaying(["true"]) if made.lab.delays_s else []
     for text in ("cut ib<->roce", "slow roce->ib to 10 Mb/s 5 s", "cut ib-1", "freeze roce-0 1s"):
         doing, undoing = made.fault(parse(text, made.lab.topology))
         lines += [f"# {text}", *doing, "# and back", *undoing]
     text = "\n".join([*lines, "# take away", *tear_down("test", version)]) + "\n"
     assert_golden(f"lab_{version}.txt", text)
+
+
+@pytest.mark.parametrize("capacity", ["", ", capacity: 30 Gb/s"])
+def test_every_way_is_delayed_once_by_its_own_latency_and_after_its_pipes(tmp_path, capacity):
+    """Follows a packet of each way from device to device."""
+    text = THREE.replace("20 Gb/s, latency: 50 us", f"20 Gb/s{capacity}, latency: 70 us")
+    text = text.replace("40 Gb/s, latency: 50 us", "40 Gb/s, latency: 4 us")  # 0.4 ms in the lab
+    made = commands(tmp_path, text)
+    lead = re.compile(r"filter add dev (\S+) parent ffff: .* pref \d+ u32 (.*) action .* dev (\S+)")
+    leads = {(m[1], m[2]): m[3] for line in made.build() if (m := lead.search(line))}
+    known = set()  # a device is made before something is led there
+    for line in made.build():
+        known |= set(re.findall(r"(?:tuntap add dev|link add name) (\S+)", line))
+        known |= set(re.findall(r"peer name (out\d+)", line))
+        assert set(re.findall(r"(?:redirect dev|filter add dev) (\w+\d+)$", line)) <= known, line
+    delays = dict(word.split("=") for word in made.delaying([]) if word.startswith("late"))
+    expected_s = {(0, 1): "0.005", (1, 0): "0.005", (1, 2): "0.007", (2, 1): "0.007"}
+    for way in made.lab.links:
+        for node in made.lab.members(way[0]):
+            place, passed = port_name(node, "eth0"), []
+            while place := leads.get((place.replace("in", "out"), _between(way))):
+                passed.append(place)
+            pipes = [f"in{number}" for number in made.lab.pipes_of(way)]
+            assert passed[: len(pipes)] == pipes, way
+            assert [delays[place] for place in passed[len(pipes) :]] == (
+                [expected_s[way]] if way in expected_s else []
+            ), way
 
 
 SHARED = THREE.replace("bandwidth: 20 Gb/s", "bandwidth: 20 Gb/s, capacity: 30 Gb/s")
