@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.holmes_lab import Failed, compile_cache, run_row
 from benchmarks.lab_rows import (
+    NEAR_MS,
     POINTS,
     ROWS,
     WARM_UP_STEPS,
@@ -82,7 +83,8 @@ def network_of(row: Row, point: int | None) -> str:
     """Rows with the same name have the same lab, and take the same nodes for clusters."""
     pairs = f"clusters of {row.label.split()[0]}, " if row.pairs else ""
     unequal = "unequal nodes, " * row.unequal
-    return f"{row.network}, {pairs}{unequal}{f'1/{point}' if point else 'fast'}"
+    far = f"{row.round_trip_ms:g} ms there and back, " * (row.round_trip_ms != NEAR_MS)
+    return f"{row.network}, {pairs}{unequal}{far}{f'1/{point}' if point else 'fast'}"
 
 
 def measure(row: Row, point: int | None, folder: Path) -> Topology:

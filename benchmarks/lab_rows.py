@@ -3,6 +3,7 @@
 network   what the lab is built as: four nodes on one fast fabric, on Ethernet, or hybrid, that
           is two clusters of two nodes on unlike fast fabrics with Ethernet between them
 point     the rate of Ethernet, as the divisor of the fast rate
+round trip  of the link between the clusters; the lab rebuilds those from 1 ms on
 pairs     the nodes that a HolmesJAX job takes for clusters, where those are not the network's:
           the planner itself would never let data parallelism cross Ethernet
 """
@@ -42,6 +43,8 @@ QUOTA = 0.45  # cores of a node
 SLOWER = 2 / 3  # of that, for the nodes of the slower cluster where nodes are unequal
 PEAK_GFLOP_PER_S = 90  # of a node, for the planner: HolmesJAX reaches about half of it
 NUM_NODES = 4
+ROUND_TRIPS_MS = (10, 20, 50)  # of clusters that are far from each other
+NEAR_MS = 0.1
 GLOBAL_BATCH = 32
 MICROBATCHES = {1: 8, 2: 16}  # by the number of stages: a sequence of each node in a microbatch
 WARM_UP_STEPS = 2  # of each run; they fill memory and caches
@@ -55,6 +58,7 @@ class Row:
     system: System
     network: Network = "hybrid"
     unequal: bool = False  # whether the nodes of the second cluster are slower
+    round_trip_ms: float = NEAR_MS  # between the clusters of a hybrid network
     stages: int = 2
     layers: tuple[int, ...] | None = None  # None: by speed
     pairs: Pairs | None = None  # None: the clusters of the network
@@ -125,6 +129,15 @@ ROWS: dict[str, Row] = {
         layers=(4, 4),
         slower_than="plan-unequal",
     ),
+    **{
+        f"plan-{ms}ms": Row(
+            label=f"(a) with a round trip of {ms} ms",
+            system="HolmesJAX",
+            round_trip_ms=ms,
+            slower_than="plan",
+        )
+        for ms in ROUND_TRIPS_MS
+    },
     "ethernet-1-stage": Row(
         label="HolmesJAX, one stage", system="HolmesJAX", network="ethernet", stages=1
     ),
@@ -177,7 +190,7 @@ def network_text(row: Row, point: int | None) -> str:
         "name: hybrid\nclusters:\n"
         + _cluster("ib", "infiniband", ["ib-0", "ib-1"], slow)
         + _cluster("roce", "roce", ["roce-0", "roce-1"], slow, peak)
-        + _link("ib", "roce", slow)
+        + _link("ib", "roce", slow, row.round_trip_ms)
     )
 
 
@@ -193,7 +206,7 @@ def told_text(row: Row, point: int | None) -> str:
         "name: pairs\nclusters:\n"
         + _cluster("first", "ethernet", first, slow)
         + _cluster("second", "ethernet", second, slow)
-        + _link("first", "second", between)
+        + _link("first", "second", between, row.round_trip_ms)
     )
 
 
@@ -218,9 +231,9 @@ def _cluster(
     )
 
 
-def _link(a: str, b: str, rate_bit_per_s: float) -> str:
-    rate = f"{rate_bit_per_s / 1e6:g} Mb/s"
-    entry = f"{{between: [{a}, {b}], fabric: ethernet, bandwidth: {rate}, latency: 50 us}}"
+def _link(a: str, b: str, rate_bit_per_s: float, round_trip_ms: float) -> str:
+    speed = f"bandwidth: {rate_bit_per_s / 1e6:g} Mb/s, latency: {500 * round_trip_ms:g} us"
+    entry = f"{{between: [{a}, {b}], fabric: ethernet, {speed}}}"
     return f"links:\n  - {entry}\n"
 
 

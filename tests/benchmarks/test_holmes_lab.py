@@ -54,6 +54,14 @@ def test_every_row_has_a_lab_and_a_plan_on_its_nodes(name, tmp_path):
         assert (lab.nodes[-1].share.quota < lab.nodes[0].share.quota) == ROWS[name].unequal
 
 
+def test_rows_of_far_clusters_differ_from_the_plan_in_their_round_trip_alone(tmp_path):
+    of = {name: built(name, 8, tmp_path)[1] for name in ("plan", "plan-10ms", "plan-50ms")}
+    for name, delay_s in (("plan", 0.0), ("plan-10ms", 0.005), ("plan-50ms", 0.025)):
+        lab = of[name]
+        assert {link.delay_s for link in lab.links.values()} == {delay_s}
+        assert lab.nodes == of["plan"].nodes
+
+
 def crossings(name, folder):
     """Whether replicas, and neighbours of a pipeline, are on other clusters of the lab."""
     job, lab = built(name, 32, folder)
