@@ -289,7 +289,7 @@ class DistributedConfig:
 
     processes: Literal["node", "device"] = "node"  # a process for each node, or for each device
     # Connections between two processes; more if that many do not reach all NICs, or do not fill a
-    # long link with windows of 4 MiB.
+    # long link with buffers of 4 MiB.
     streams: Streams = 4
     # Which connections of boundaries are encrypted, with TLS 1.3. auto: those between clusters,
     # except on one machine. What processes tell the launcher is encrypted always.

@@ -4,7 +4,6 @@
 the check, the nodes and the result. If something is wrong, it says what to do.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ def findings(
     *,
     is_rehearsal: bool,
     needed_bytes: float,
+    streams: int,
     url: str | None = None,
 ) -> list[Finding]:
     """Checks the facts of all nodes together.
@@ -53,6 +53,7 @@ def findings(
       facts: of the nodes that answered. `now_s` is how far ahead of this machine the clock is.
       is_rehearsal: this machine, or a lab, stands for all nodes: devices and NICs do not count.
       needed_bytes: that the run folder must have room for.
+      streams: connections between two processes, at least.
       url: of the run folder in an object store; each node then works in a folder of its own.
     """
     found = [
@@ -60,7 +61,7 @@ def findings(
         *_versions(facts),
         _clocks(facts),
         _open_files(facts),
-        _windows(topology, facts),
+        _windows(topology, facts, streams),
         _mtus(topology, facts),
         _twins(facts),
         _run_folder(facts, needed_bytes, url),
@@ -132,21 +133,47 @@ def _open_files(facts: Mapping[str, NodeFacts]) -> Finding:
     return _judge("open files", bad, level="warning", good="enough", fix=fix)
 
 
-def _windows(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Filling:
+    """What fills a link between clusters."""
+
+    rate_bytes_per_s: float
+    round_trip_s: float
+    streams: int
+
+    @property
+    def window_bytes(self) -> float:
+        """That each connection must have on its way."""
+        return self.rate_bytes_per_s * self.round_trip_s / self.streams
+
+
+def _windows(topology: Topology, facts: Mapping[str, NodeFacts], streams: int) -> Finding:
     """Compares what a connection may send ahead with what fills the longest link of its cluster."""
-    needed = {cluster.name: 0.0 for cluster in topology.clusters}
+    longest: dict[str, _Filling] = {}
     first = {cluster.name: cluster.nodes[0].name for cluster in topology.clusters}
     for (one, other), link in topology.links.items():
-        round_trip_s = topology.round_trip_s(first[one], first[other])
-        streams = windows.streams_that_fill(link.bandwidth_bytes_per_s, round_trip_s)
-        share = link.bandwidth_bytes_per_s * round_trip_s / max(streams, 1)
-        needed[one], needed[other] = max(needed[one], share), max(needed[other], share)
-    bad = {}
+        rate, round_trip_s = (
+            link.bandwidth_bytes_per_s,
+            topology.round_trip_s(first[one], first[other]),
+        )
+        filling = max(streams, windows.streams_that_fill(rate, round_trip_s))
+        fill = _Filling(rate_bytes_per_s=rate, round_trip_s=round_trip_s, streams=filling)
+        for end in (one, other):
+            known = longest.get(end, fill)
+            longest[end] = max(known, fill, key=lambda each: each.window_bytes)
+    bad, most = {}, 0
     for node, fact in facts.items():
-        window, least = fact.max_window_bytes, needed[topology.cluster_of(node).name]
-        if window is not None and window < least:
-            bad[node] = f"at most {units.show(window, 'B')}, {units.show(least, 'B')} needed"
-    most = math.ceil(2 * max(needed.values()))  # half of a buffer for receiving is for packets
+        fill, window = longest.get(topology.cluster_of(node).name), fact.max_window_bytes
+        if fill is not None and window is not None and window < fill.window_bytes:
+            carried = windows.carried_bytes_per_s(
+                fill.rate_bytes_per_s, fill.round_trip_s, fill.streams, window
+            )
+            show, rate = units.show(carried, "b/s"), units.show(fill.rate_bytes_per_s, "b/s")
+            bad[node] = (
+                f"at most {units.show(window, 'B')}, {units.show(fill.window_bytes, 'B')} needed: "
+                f"{fill.streams} connections carry {show} of {rate}"
+            )
+            most = max(most, windows.buffer_bytes(fill.window_bytes))
     fix = (
         f"sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}' "
         "lets each connection send as much ahead as its link needs"

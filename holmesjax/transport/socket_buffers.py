@@ -2,15 +2,16 @@
 
 Linux lets the buffers of a connection grow by themselves up to `tcp_wmem` and `tcp_rmem`. A program
 may ask for more, up to twice `wmem_max` and `rmem_max`; from then on they no longer grow. So it is
-asked only where that gives more. About half of a buffer is for bytes that are on their way.
+asked only where that gives more. Two thirds of a buffer are on their way (`windows.AHEAD`).
 """
 
 import socket
 from pathlib import Path
 from typing import NamedTuple
 
+from holmesjax.topology import windows
+
 SYSCTL = Path("/proc/sys/net")
-OVERHEAD = 2  # a buffer, over what of it is on its way: the kernel's bookkeeping lies there too
 
 
 class Limits(NamedTuple):
@@ -51,10 +52,10 @@ def widen(sock: socket.socket, window_bytes: int) -> int | None:
         return None
     granted = []
     for option, limit in zip((socket.SO_SNDBUF, socket.SO_RCVBUF), found, strict=True):
-        needed = OVERHEAD * window_bytes
+        needed = windows.buffer_bytes(window_bytes)
         if limit.grown < min(needed, limit.asked):
-            sock.setsockopt(socket.SOL_SOCKET, option, needed // 2)  # the kernel doubles it
+            sock.setsockopt(socket.SOL_SOCKET, option, -(-needed // 2))  # the kernel doubles it
             granted.append(sock.getsockopt(socket.SOL_SOCKET, option))
         else:
             granted.append(limit.grown)
-    return min(granted) // OVERHEAD
+    return windows.window_of(min(granted))

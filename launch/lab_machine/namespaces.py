@@ -49,6 +49,9 @@ def refuse_without_means() -> None:
         problem = f"needs the programs {', '.join(PROGRAMS)}"
         fix = f"apt-get install {packages}; {fix}"
         raise HolmesError("lab", problem, found=f"no {', '.join(missing)}", fix=fix)
+    if not Path(delay_line.TUN).exists():
+        problem, fix = "needs TAP devices, to delay packets", f"modprobe tun; {fix}"
+        raise HolmesError("lab", problem, found=f"no {delay_line.TUN}", fix=fix)
     if cgroup_version() is None:
         problem = "needs cgroups with a CPU quota, version 1 or 2"
         fix = f"mount -t cgroup2 none {CGROUPS['v2']}; {fix}"

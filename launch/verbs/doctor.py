@@ -105,6 +105,7 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
         is_rehearsal=is_rehearsal,
         needed_bytes=sum(save_costs.part_bytes(job.config, job.plan))
         * job.config.checkpoint.most_on_disk(run_s),
+        streams=job.config.distributed.streams,
         url=job.config.run.dir if places.is_url(job.config.run.dir) else None,
     )
     if has_gpus:

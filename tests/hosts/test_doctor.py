@@ -1,6 +1,7 @@
 """The doctor finds what is wrong, says where, and finds nothing where nothing is."""
 
 import itertools
+import re
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def facts():
 
 def judge(topology, facts, **more):
     return doctor.findings(
-        topology, facts, **{"is_rehearsal": False, "needed_bytes": 10 * GIB, **more}
+        topology, facts, **{"is_rehearsal": False, "needed_bytes": 10 * GIB, "streams": 4, **more}
     )
 
 
@@ -149,8 +150,8 @@ WRONG = {
         ("open files", "warning", "at most 1024 on b-0"),
     ),
     "window": (
-        change("b-0", max_window_bytes=131_072),
-        ("long links", "warning", "at most 128 KiB, 305 KiB needed on b-0"),
+        change("b-0", max_window_bytes=65_536),
+        ("long links", "warning", "4 connections carry 21 Gb/s of 25 Gb/s on b-0"),
     ),
     "memlock": (
         change("a-0", max_locked_bytes=8 * 2**20),
@@ -391,9 +392,10 @@ def test_a_port_of_the_launcher_that_is_taken_leaves_no_key_behind(tmp_path, cap
 @pytest.mark.parametrize(
     "gb_per_s, ms, window_mib, needed",
     [
-        (10, 30, 4, None),  # 18 connections of 4 MiB
-        (10, 30, 3, "3.97 MiB needed"),
-        (100, 30, 4, "22.4 MiB needed"),  # 32 connections, no more
+        (10, 30, 2.66, None),  # 27 connections of two thirds of 4 MiB
+        (10, 30, 2, "2.65 MiB needed: 27 connections carry 7.55 Gb/s of 10 Gb/s"),
+        (1, 25, 0.5, "1.49 MiB needed: 4 connections carry 336 Mb/s of 1 Gb/s"),  # a run's own
+        (100, 30, 4, "22.4 MiB needed: 32 connections"),  # no more
         (100, 30, 23, None),
     ],
 )
@@ -405,10 +407,15 @@ def test_windows_are_compared_with_what_fills_the_longest_link(
     path.write_text(
         TOPOLOGY.replace("25 Gb/s, latency: 50 us", f"{gb_per_s} Gb/s, latency: {ms} ms")
     )
-    facts = {name: replace(fact, max_window_bytes=window_mib << 20) for name, fact in facts.items()}
+    facts = {
+        name: replace(fact, max_window_bytes=int(window_mib * 2**20))
+        for name, fact in facts.items()
+    }
     found = judge(loading.load(path), facts)
     [finding] = [finding for finding in found if finding.what == "long links"]
     assert (finding.level == "ok") == (needed is None)
     if needed:
         assert needed in finding.text
-        assert "net.ipv4.tcp_rmem='4096 131072 " in finding.fix
+        largest = int(re.search(r"net.ipv4.tcp_rmem='4096 131072 (\d+)'", finding.fix)[1])
+        facts = {n: replace(f, max_window_bytes=2 * largest // 3) for n, f in facts.items()}
+        assert {f.level for f in judge(loading.load(path), facts)} == {"ok"}

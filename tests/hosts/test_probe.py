@@ -32,8 +32,8 @@ clusters:
      nics: [{kind: roce_200}, {kind: ethernet_100}]}
 
 links:          # unequal
-  - {between: [a, b], fabric: ethernet, bandwidth: 30 Gb/s, latency: 50 us}
-  - {between: [b, a], fabric: ethernet, bandwidth: 7.5 Gb/s, latency: 50 us}
+  - {between: [a, b], fabric: ethernet, bandwidth: 30 Gb/s, latency: 10 us}
+  - {between: [b, a], fabric: ethernet, bandwidth: 7.5 Gb/s, latency: 10 us}
 """
 PAIR = "    - {between: [%s], fabric: %s, bandwidth: %s, latency: 1 ms}\n"
 MEASURED = "measured:\n  date: '2026-11-21'\n  pairs:\n"
@@ -343,6 +343,8 @@ def test_the_rates_of_a_lab_are_found_again(tmp_path):
     expected |= {("a-0", "b-0"): 30e6, ("a-1", "b-0"): 30e6}
     expected |= {("b-0", "a-0"): 7.5e6, ("b-0", "a-1"): 7.5e6}
     assert bit_per_s.keys() == expected.keys()
+    across = [link for (a, b), link in measured.pairs.items() if a[0] != b[0]]
+    assert min(link.latency_s for link in across) > 0.0099  # 10 ms in the lab's time
     times = json.loads((tmp_path / "t_lab_probe.json").read_text())["pairs"]
     for timing in times:
         way = timing["from"], timing["to"]

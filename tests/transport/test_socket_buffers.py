@@ -13,11 +13,11 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("grown", "core", "window", "expected"),
     [
-        ("4096 16384 4194304", "212992", 16 * MIB, 2 * MIB),  # by itself it grows further
-        ("4096 16384 4194304", "212992", MIB, 2 * MIB),
-        ("4096 16384 67108864", "212992", 16 * MIB, 32 * MIB),
-        ("4096 16384 65536", None, MIB, 32768),  # core is not shown in a namespace
-        ("4096 16384 65536", "0", MIB, 32768),
+        ("4096 16384 4194304", "212992", 16 * MIB, 8 * MIB // 3),  # by itself it grows further
+        ("4096 16384 4194304", "212992", MIB, 8 * MIB // 3),
+        ("4096 16384 67108864", "212992", 16 * MIB, 128 * MIB // 3),
+        ("4096 16384 65536", None, MIB, 131072 // 3),  # core is not shown in a namespace
+        ("4096 16384 65536", "0", MIB, 131072 // 3),
     ],
 )
 def test_a_program_asks_only_for_what_the_kernel_does_not_do_by_itself(
@@ -47,6 +47,6 @@ def test_what_is_granted_is_read_back_from_the_kernel(monkeypatch):
         sizes = [
             sock.getsockopt(socket.SOL_SOCKET, o) for o in (socket.SO_SNDBUF, socket.SO_RCVBUF)
         ]
-    assert granted == min(sizes) // 2
+    assert granted == 2 * min(sizes) // 3
     if all(limit.asked for limit in real):
-        assert sizes == [min(limit.asked, 1 << 30) for limit in real]
+        assert sizes == [min(limit.asked, 3 << 27) for limit in real]
