@@ -40,7 +40,7 @@ from holmesjax.config import (
 from holmesjax.job import Job
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.scaled_topology import Share
-from holmesjax.lab.shell import Commands
+from holmesjax.lab.shell import WEIGHTS, Commands
 from holmesjax.planner.planner import make_plan
 from holmesjax.report import metrics
 from launch.lab_machine import namespaces
@@ -100,8 +100,7 @@ def built(rate_bit_per_s: float, folder: Path) -> Iterator[Commands]:
     with namespaces.built(commands):
         for node in commands.lab.nodes:
             group = Path(commands.cgroup(node))
-            name, most = ("cpu.shares", 262144), ("cpu.weight", 10000)
-            file, value = name if commands.cgroup_version == "v1" else most
+            file, value = WEIGHTS[commands.cgroup_version]
             (group / file).write_text(str(value))
         yield commands
 

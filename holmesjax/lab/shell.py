@@ -47,6 +47,9 @@ CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
 LATE_FRAMES = 10_000  # that the process that delays may be behind
 FRAME_BYTES = MTU_BYTES + 14
 
+# The file of a control group's weight beside others, and the largest.
+WEIGHTS = {"v1": ("cpu.shares", 262144), "v2": ("cpu.weight", 10000)}
+
 # Classes of `eth0`: the NIC, its share for what stays in the cluster, and one for each other
 # cluster. At its port of the bridge there is one for what is lost.
 NIC, OWN, LOST, FIRST_LINK = 0x1, 0x2, 0x3, 0x10
@@ -281,7 +284,10 @@ class Commands:
 
     def _cgroup_root(self) -> list[str]:
         root = f"{CGROUPS[self.cgroup_version]}/{self.switch}"
-        line = [f"mkdir {self.line_cgroup}"] * bool(self.lab.delays_s)
+        line = []
+        if self.lab.delays_s:  # a packet is due at its moment, whatever the nodes compute
+            file, weight = WEIGHTS[self.cgroup_version]
+            line = [f"mkdir {self.line_cgroup}", f"echo {weight} > {self.line_cgroup}/{file}"]
         if self.cgroup_version == "v1":
             return [f"mkdir {root}", *line]
         enable = "echo +cpu > {}/cgroup.subtree_control"

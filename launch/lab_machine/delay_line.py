@@ -27,7 +27,6 @@ IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6, TUN_F_TSO_ECN = 0x01, 0x02, 0x04, 0x08
 MAX_FRAME_BYTES = 10 + 14 + 65536  # the kernel's header, that of Ethernet, and a packet
 READY = "ready"  # is printed when packets are taken
-PRIORITY = -15  # a frame is due at its moment, whatever else the machine computes
 
 
 class Delay:
@@ -93,7 +92,6 @@ def _take_all(device: int, delay: Delay) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     delays = {}
     for argument in arguments:
         name, _, latency_s = argument.partition("=")

@@ -558,6 +558,16 @@ JOBS = (
         tests=("tests/lab/test_injector.py::test_a_fault_is_done_after_its_step_and_not_before",),
     ),
     Bug(
+        name="last-packet-first",
+        module="launch.lab_machine.delay_line",
+        old="self._waiting.popleft()[1]",
+        new="self._waiting.pop()[1]",
+        wrong="of the packets that a lab delays, the last one leaves first",
+        tests=(
+            "tests/lab/test_delay_line.py::test_each_frame_leaves_when_its_latency_is_over_and_none_is_lost",
+        ),
+    ),
+    Bug(
         name="blames-who-waits",
         module="launch.failure_causes",
         old="return 5 if record.peer is None else _ECHO",
