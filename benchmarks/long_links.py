@@ -2,13 +2,14 @@
 
 Builds a lab of two nodes with a link of a rate and a round trip (docs/lab.md), and sends one way:
 
-    one       a connection with the buffers that the kernel gives by itself
-    run       as many connections as a run has, with the windows that it asks for
-    limited   the same, where both nodes let buffers grow up to so many MiB only
+    one           a connection with the buffers that the kernel gives by itself
+    run           as many connections as a run has, with the windows that it asks for
+    up to N MiB   as many, where both nodes let buffers grow only so far, and nobody asks for more
+    asks          the same with 0.5 MiB, and asks as a run does, which net.core.wmem_max and
+                  rmem_max limit
 
-    ahead     bytes that a connection had on their way: rate times round trip over the connections
-    says      what `launch doctor` says that the link carries at most with these buffers; the whole
-              link where it finds nothing to say
+    ahead         bytes that a connection had on their way: rate times round trip, over connections
+    doctor        what `launch doctor` says that the connections carry with these limits
 
 Rates are those of the second half of each turn, when windows have opened; medians of the turns,
 each with its range. All take turns. Needs what `launch lab` needs, and a minute.
@@ -16,6 +17,7 @@ each with its range. All take turns. Needs what `launch lab` needs, and a minute
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -40,7 +42,7 @@ from holmesjax.transport import socket_buffers
 from launch.lab_machine import namespaces
 
 STREAMS = 4  # of a run, at least
-LIMITS_MIB = (4, 1, 0.5)  # of buffers; the first is what Linux has for sending
+LIMITS_MIB = (1, 0.5)  # of buffers
 CONNECT_S = 20.0
 Result = dict[str, Any]
 
@@ -66,6 +68,14 @@ def limit_buffers(commands: Commands, limit_bytes: int | None) -> None:
             namespaces.run_line(f"{enter} sysctl -qw {setting}")
 
 
+def window_within_limits(commands: Commands, *, asks: bool) -> int:
+    """What the kernel of the first node lets a connection have on its way, as the doctor has it."""
+    limits = namespaces.in_network(commands, commands.lab.nodes[0], socket_buffers.limits)
+    assert limits is not None, "Linux says its limits"
+    grown = min(windows.window_of(limit.grown) for limit in limits)
+    return min(limit.window_bytes for limit in limits) if asks else grown
+
+
 def rate_bytes_per_s(
     commands: Commands, streams: int, window_bytes: int | None, seconds: float
 ) -> float:
@@ -75,17 +85,17 @@ def rate_bytes_per_s(
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2 * streams) as pool:
         listener = stack.enter_context(namespaces.socket_on(commands, b))
         listener.bind((b.slow_address, 0))
-        if window_bytes:
-            socket_buffers.widen(listener, window_bytes)
         listener.listen()
         callers, answerers = [], []
         for _ in range(streams):
             caller = stack.enter_context(namespaces.socket_on(commands, a))
             caller.settimeout(CONNECT_S)
-            if window_bytes:
-                socket_buffers.widen(caller, window_bytes)
             caller.connect(listener.getsockname())
             answerer, _ = listener.accept()
+            if window_bytes:
+                for node, sock in ((a, caller), (b, answerer)):
+                    widen = functools.partial(socket_buffers.widen, sock, window_bytes)
+                    namespaces.in_network(commands, node, widen)
             answerer.settimeout(CONNECT_S)
             callers.append(caller)
             answerers.append(stack.enter_context(answerer))
@@ -116,12 +126,14 @@ def cases_of(rate_bytes_per_s: float, round_trip_s: float) -> dict[str, Result]:
     """Connections, their windows and the limit of buffers of each case."""
     streams = max(STREAMS, windows.streams_that_fill(rate_bytes_per_s, round_trip_s))
     window = windows.window_bytes(rate_bytes_per_s, round_trip_s, streams)
-    run = {"streams": streams, "window_bytes": window}
-    limited = {
-        f"limited to {mib:g} MiB": {**run, "limit_bytes": round(mib * 2**20)} for mib in LIMITS_MIB
-    }
     one = {"streams": 1, "window_bytes": None, "limit_bytes": None}
-    return {"one": one, "run": {**run, "limit_bytes": None}, **limited}
+    run = {"streams": streams, "window_bytes": window, "limit_bytes": None}
+    limited = {
+        f"up to {mib:g} MiB": {**run, "window_bytes": None, "limit_bytes": round(mib * 2**20)}
+        for mib in LIMITS_MIB
+    }
+    least = round(min(LIMITS_MIB) * 2**20)
+    return {"one": one, "run": run, **limited, "asks": {**run, "limit_bytes": least}}
 
 
 def measure(rate_mbit_per_s: float, round_trip_ms: float, turns: int, seconds: float) -> Result:
@@ -134,27 +146,29 @@ def measure(rate_mbit_per_s: float, round_trip_ms: float, turns: int, seconds: f
     shares = [Share(quota=1.0, cores=tuple(cores))] * 2
     commands = namespaces.commands_for(scaled_topology.make_lab(topology, shares, 1.0))
     cases = cases_of(rate, round_trip_s)
+    says: dict[str, float] = {}
     rates: dict[str, list[float]] = {name: [] for name in cases}
     with namespaces.built(commands):
         found_s = namespaces.round_trip_s(commands, *commands.lab.nodes)
         for turn in range(turns):
             for name, case in cases.items():
                 limit_buffers(commands, case["limit_bytes"])
+                window = window_within_limits(commands, asks=case["window_bytes"] is not None)
+                says[name] = windows.carried_bytes_per_s(
+                    rate, round_trip_s, case["streams"], window
+                )
                 found = rate_bytes_per_s(commands, case["streams"], case["window_bytes"], seconds)
                 rates[name].append(found)
                 print(f"{turn + 1}/{turns}  {name}: {8e-6 * found:.0f} Mb/s", flush=True)
     lines = {}
     for name, case in cases.items():
         median = statistics.median(rates[name])
-        limit = case["limit_bytes"] or 4 << 20
-        window = windows.window_of(limit)
-        says = windows.carried_bytes_per_s(rate, round_trip_s, case["streams"], window)
         lines[name] = {
             **case,
             "bytes_per_s": rates[name],
             "median_bytes_per_s": median,
             "ahead_bytes": median * found_s / case["streams"],
-            "doctor_bytes_per_s": says,
+            "doctor_bytes_per_s": says[name],
         }
     return {
         "rate_bytes_per_s": rate,

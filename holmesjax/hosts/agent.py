@@ -55,7 +55,6 @@ from holmesjax.hosts.agent_messages import (
 from holmesjax.hosts.computing import PACKAGES, installed, source_digest
 from holmesjax.hosts.nics import Host
 from holmesjax.hosts.process_environment import ProcessEnvironment
-from holmesjax.topology import windows
 from holmesjax.transport import addresses as places, connections as wire, socket_buffers
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
@@ -343,7 +342,7 @@ def _resolve(name: str) -> str | None:
 def _max_window_bytes() -> int | None:
     """Returns what the largest buffers for sending and for receiving let be on its way."""
     found = socket_buffers.limits()
-    return None if found is None else windows.window_of(min(limit.most for limit in found))
+    return None if found is None else min(limit.window_bytes for limit in found)
 
 
 def _limit(which: int) -> int | None:

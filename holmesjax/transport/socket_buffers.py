@@ -2,7 +2,8 @@
 
 Linux lets the buffers of a connection grow by themselves up to `tcp_wmem` and `tcp_rmem`. A program
 may ask for more, up to twice `wmem_max` and `rmem_max`; from then on they no longer grow. So it is
-asked only where that gives more. Two thirds of a buffer are on their way (`windows.AHEAD`).
+asked only where that gives more. Two thirds of a buffer that grows are on their way
+(`windows.AHEAD`), and half of one that was asked for: its window stays what it was at first.
 """
 
 import socket
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from holmesjax.topology import windows
 
 SYSCTL = Path("/proc/sys/net")
+ASKED = 2  # a buffer that was asked for, over what of it is on its way
 
 
 class Limits(NamedTuple):
@@ -21,8 +23,9 @@ class Limits(NamedTuple):
     asked: int  # that a program gets when it asks for more
 
     @property
-    def most(self) -> int:
-        return max(self)
+    def window_bytes(self) -> int:
+        """The most that is on its way."""
+        return max(windows.window_of(self.grown), self.asked // ASKED)
 
 
 def limits() -> tuple[Limits, Limits] | None:
@@ -45,17 +48,18 @@ def _limits(name: str) -> Limits:
 def widen(sock: socket.socket, window_bytes: int) -> int | None:
     """Lets a connection have so many bytes on their way, as far as the kernel allows.
 
-    Returns the bytes that the kernel has granted, read back where they were asked for: those of the
+    Returns the bytes that the kernel grants, read back where they were asked for: those of the
     smaller buffer. None where the kernel does not say.
     """
     if (found := limits()) is None:
         return None
     granted = []
     for option, limit in zip((socket.SO_SNDBUF, socket.SO_RCVBUF), found, strict=True):
-        needed = windows.buffer_bytes(window_bytes)
-        if limit.grown < min(needed, limit.asked):
-            sock.setsockopt(socket.SOL_SOCKET, option, -(-needed // 2))  # the kernel doubles it
-            granted.append(sock.getsockopt(socket.SOL_SOCKET, option))
+        grown = windows.window_of(limit.grown)
+        if grown < min(window_bytes, limit.asked // ASKED):
+            # The kernel doubles what it is asked for.
+            sock.setsockopt(socket.SOL_SOCKET, option, ASKED * window_bytes // 2)
+            granted.append(sock.getsockopt(socket.SOL_SOCKET, option) // ASKED)
         else:
-            granted.append(limit.grown)
-    return windows.window_of(min(granted))
+            granted.append(grown)
+    return min(granted)

@@ -13,16 +13,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from holmesjax.errors import FatalError, HolmesError
 from holmesjax.lab.scaled_topology import SUPERVISOR, Lab, LabNode
 from holmesjax.lab.shell import CGROUPS, STATE, Commands, Version, tear_down
 from launch.lab_machine import delay_line
 from launch.launchers.launcher import Children, EventSink, ProcessStart, variables_here
+
+Found = TypeVar("Found")
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux", "unshare": "util-linux"}
 CLONE_NEWNET = 0x40000000
@@ -201,14 +203,19 @@ def socket_on(
     commands: Commands, node: LabNode, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
     """A socket in the network of a node: it stays there, whoever uses it."""
+    return in_network(commands, node, lambda: socket.socket(socket.AF_INET, kind))
 
-    def make() -> socket.socket:
+
+def in_network(commands: Commands, node: LabNode, call: Callable[[], Found]) -> Found:
+    """Calls something in the network of a node, with its limits of TCP."""
+
+    def enter() -> Found:
         with open(f"/var/run/netns/{commands.namespace(node)}") as namespace:
             _enter_network(namespace.fileno())
-        return socket.socket(socket.AF_INET, kind)
+        return call()
 
     with ThreadPoolExecutor(1) as thread:  # a network is that of a thread
-        return thread.submit(make).result()
+        return thread.submit(enter).result()
 
 
 @contextlib.contextmanager

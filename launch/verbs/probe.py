@@ -129,7 +129,7 @@ class _Session:
 
     def __init__(self, topology: Topology, agents: Agents, scale: float, *, on_cpu: bool):
         self._topology, self._agents, self._on_cpu = topology, agents, on_cpu
-        self._scale = scale  # of all rates, in a lab
+        self._scale = scale  # of all rates, and the divisor of all latencies, in a lab
         self._books: dict[str, Book] = {}
         self._collectives: list[Collective] = []
         self.findings: list[Finding] = []
@@ -283,7 +283,8 @@ class _Session:
           streams: connections in place of those of a run.
         """
         own, theirs = (self._books[node][fabric] for node in way)
-        round_trip_s = statistics.median(of_one[0]) if of_one else self._topology.round_trip_s(*way)
+        nominal_s = self._topology.round_trip_s(*way) / self._scale  # a slower lab has longer ones
+        round_trip_s = statistics.median(of_one[0]) if of_one else nominal_s
         rate = self._scale * self._topology.nominal_link(*way).bandwidth_bytes_per_s
         filling = windows.streams_that_fill(rate, round_trip_s)
         count = streams or streams_over(max(probe.STREAMS, filling), len(own), len(theirs))
