@@ -315,7 +315,7 @@ def test_the_windows_of_long_links_follow_from_the_formula():
         in_flight_bytes = gigabits * 1e9 / 8 * trip_ms / 1e3
         assert in_flight == pytest.approx(in_flight_bytes / 1e6, abs=0.005)
         assert of_each == pytest.approx(in_flight_bytes / 4e6, abs=0.051)
-        reached = 4 * 4 * 2**20 * 8 / (trip_ms / 1e3) / 1e9
+        reached = 4 * 2 / 3 * 4 * 2**20 * 8 / (trip_ms / 1e3) / 1e9
         assert carried == pytest.approx(min(gigabits, reached), abs=0.05)
 
 

@@ -152,10 +152,8 @@ def _windows(topology: Topology, facts: Mapping[str, NodeFacts], streams: int) -
     longest: dict[str, _Filling] = {}
     first = {cluster.name: cluster.nodes[0].name for cluster in topology.clusters}
     for (one, other), link in topology.links.items():
-        rate, round_trip_s = (
-            link.bandwidth_bytes_per_s,
-            topology.round_trip_s(first[one], first[other]),
-        )
+        rate = link.bandwidth_bytes_per_s
+        round_trip_s = topology.round_trip_s(first[one], first[other])
         filling = max(streams, windows.streams_that_fill(rate, round_trip_s))
         fill = _Filling(rate_bytes_per_s=rate, round_trip_s=round_trip_s, streams=filling)
         for end in (one, other):
@@ -163,17 +161,18 @@ def _windows(topology: Topology, facts: Mapping[str, NodeFacts], streams: int) -
             longest[end] = max(known, fill, key=lambda each: each.window_bytes)
     bad, most = {}, 0
     for node, fact in facts.items():
-        fill, window = longest.get(topology.cluster_of(node).name), fact.max_window_bytes
-        if fill is not None and window is not None and window < fill.window_bytes:
-            carried = windows.carried_bytes_per_s(
-                fill.rate_bytes_per_s, fill.round_trip_s, fill.streams, window
-            )
-            show, rate = units.show(carried, "b/s"), units.show(fill.rate_bytes_per_s, "b/s")
-            bad[node] = (
-                f"at most {units.show(window, 'B')}, {units.show(fill.window_bytes, 'B')} needed: "
-                f"{fill.streams} connections carry {show} of {rate}"
-            )
-            most = max(most, windows.buffer_bytes(fill.window_bytes))
+        needed, window = longest.get(topology.cluster_of(node).name), fact.max_window_bytes
+        if needed is None or window is None or window >= needed.window_bytes:
+            continue
+        carried = windows.carried_bytes_per_s(
+            needed.rate_bytes_per_s, needed.round_trip_s, needed.streams, window
+        )
+        bad[node] = (
+            f"at most {units.show(window, 'B')}, {units.show(needed.window_bytes, 'B')} needed: "
+            f"{needed.streams} connections carry {units.show(carried, 'b/s')} of "
+            f"{units.show(needed.rate_bytes_per_s, 'b/s')}"
+        )
+        most = max(most, windows.buffer_bytes(needed.window_bytes))
     fix = (
         f"sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}' "
         "lets each connection send as much ahead as its link needs"
