@@ -1,4 +1,4 @@
-"""What TCP carries over a long link, beside what is said of it: python -m benchmarks.long_links
+"""TCP over a long link, beside what is said of it: python -m benchmarks.long_links
 
 Builds a lab of two nodes with a link of a rate and a round trip (docs/lab.md), and sends one way:
 
@@ -69,7 +69,7 @@ def limit_buffers(commands: Commands, limit_bytes: int | None) -> None:
 
 
 def window_within_limits(commands: Commands, *, asks: bool) -> int:
-    """What the kernel of the first node lets a connection have on its way, as the doctor has it."""
+    """The bytes that a connection may have on their way from the first node, as the doctor says."""
     limits = namespaces.in_network(commands, commands.lab.nodes[0], socket_buffers.limits)
     assert limits is not None, "Linux says its limits"
     grown = min(windows.window_of(limit.grown) for limit in limits)

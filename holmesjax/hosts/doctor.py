@@ -135,7 +135,7 @@ def _open_files(facts: Mapping[str, NodeFacts]) -> Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Filling:
-    """What fills a link between clusters."""
+    """The connections that fill a link between clusters."""
 
     rate_bytes_per_s: float
     round_trip_s: float

@@ -22,7 +22,7 @@ from holmesjax.errors import FatalError
 from holmesjax.lab import scaled_topology
 from holmesjax.lab.injected_faults import parse
 from holmesjax.lab.scaled_topology import LabNode
-from holmesjax.lab.shell import FIRST_LINK, NIC, OWN, Commands, port_name, tear_down
+from holmesjax.lab.shell import FIRST_LINK, NIC, OWN, Commands, _mac, port_name, tear_down
 from holmesjax.report import metrics
 from holmesjax.topology import loading
 from holmesjax.topology.machines import name_of
@@ -327,6 +327,9 @@ def test_a_delayed_link_takes_its_time_and_changes_nothing(tmp_path):
         a, near, b = made.lab.nodes
         namespaces.round_trip_s(made, a, near)
         assert num_delayed(made) == 0  # inside a cluster there is no latency
+        # It asks nobody where b is: while b is cut, that would have no answer.
+        known = f"{b.slow_address} lladdr {_mac(b)} dev eth0 nud permanent"
+        namespaces.run_line(f"ip -n {made.namespace(a)} neigh replace {known}")
         with namespaces.socket_on(made, b, socket.SOCK_DGRAM) as taker:
             taker.bind((b.slow_address, 5001))
             taker.settimeout(DEADLINE_S)
@@ -473,7 +476,7 @@ def test_a_job_is_the_same_in_a_lab_and_its_bytes_are_those_of_the_kernel(tmp_pa
 
 
 def processes_of_line(id: str) -> str:
-    """What delays the packets of a lab."""
+    """The ids of the processes that delay the packets of a lab."""
     [folder] = (
         p for root in ("cpu", "") for p in Path("/sys/fs/cgroup", root).glob(f"holmes-{id}")
     )
