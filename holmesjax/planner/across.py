@@ -21,12 +21,12 @@ from holmesjax.plan.ways import ChosenWay, Grouping, Way, more_tokens
 from holmesjax.planner.groupings import groupings
 from holmesjax.planner.islands import (
     island_config,
-    meeting_cost,
     part_of,
     plan_islands,
     refuse_unknown_clusters,
     without_islands,
 )
+from holmesjax.planner.meeting_times import MeetingPaths, meeting_cost
 from holmesjax.topology.calibration import flop
 from holmesjax.topology.machines import Topology
 
@@ -190,10 +190,12 @@ def _with_meetings(
     plan_of = lambda own: plan_islands(own, topology, make, usable_memory)
     names = settings[0].islands
     assert names is not None, "the grouping is known"
-    alone_s = max(island.step_time_s for island in plan_of(with_settings(plain)).islands)
+    islands = plan_of(with_settings(plain)).islands
+    paths = MeetingPaths(config, topology, islands)
+    alone_s = max(island.step_time_s for island in islands)
     timed = []
     for parallel in settings:
-        cost = meeting_cost(with_settings(parallel), topology, names, alone_s)
+        cost = meeting_cost(with_settings(parallel), paths, alone_s)
         price = more_tokens(config.plan.islands_more_tokens, len(names), cost.every)
         timed.append(((alone_s + cost.exposed_s / cost.every) * (1.0 + price), cost, parallel))
     error: PlanError | None = None

@@ -6,25 +6,21 @@ meetings is counted when each has its plan, and one that it does not fit is refu
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from holmesjax.config import Config
+from holmesjax.config.training_sections import FINAL_FRACTION
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.codecs import codec_of
 from holmesjax.plan.mailbox_cost import mailbox_cost
 from holmesjax.plan.meeting_steps import are_equal_after_meetings, fragment_of, steps_of
-from holmesjax.plan.outer_rule import (
-    kept_by,
-    meeting_bytes,
-    owners,
-    sends_weights,
-    trained_sizes,
-    way_bytes,
-)
+from holmesjax.plan.outer_rule import kept_by, owners, sends_weights, trained_sizes
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
+from holmesjax.planner.meeting_times import MeetingPaths, meeting_cost
+from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
@@ -62,45 +58,68 @@ def plan_islands(
         # Through a mailbox each island has all global weights, and a copy of what it has sent.
         is_own = lambda island: island == k or config.parallel.is_mailbox
         owned = {name for name, island in owner.items() if is_own(island)}
-        own_words = functools.partial(_outer_bytes, config, count, owned, keeps=k == 0)
-        stages = tuple(_with_outer(stage, own_words(stage)) for stage in found.stages)
+        own_bytes = functools.partial(_outer_bytes, config, count, owned, keeps=k == 0)
+        stages = tuple(_with_outer(stage, own_bytes(stage), sizes) for stage in found.stages)
         return replace(found, stages=stages)
 
     parallel, islands = own.parallel, []
-    # A search lets as few layers compute again as memory holds, without what meetings need of it.
-    full = replace(own, parallel=replace(parallel, activation_checkpointing="full"))
-    is_set = parallel.activation_checkpointing or parallel.recomputed_layers
+    may_compute_again = not (
+        parallel.activation_checkpointing
+        or parallel.recomputed_layers
+        or (parallel.schedule and SCHEDULES[parallel.schedule].splits_backward)
+    )
     for k in range(count):
         island = make(own, k)
-        if not is_set and _excess(island, topology, usable_memory):
+        # A search lets as few layers compute again as memory holds, without what meetings need.
+        if may_compute_again and _excess(island, topology, usable_memory):
+            full = replace(own, parallel=replace(parallel, activation_checkpointing="full"))
             island = make(full, k)
         if error := _excess(island, topology, usable_memory):
             raise error
         islands.append(island)
+    paths = MeetingPaths(config, topology, islands)
     slowest = max(islands, key=lambda plan: plan.step_time_s)
     meeting = (
         _mailbox_meeting(config, islands)
         if config.parallel.is_mailbox
-        else meeting_cost(config, topology, names, slowest.step_time_s)
+        else meeting_cost(config, paths, slowest.step_time_s)
     )
+    step_s = slowest.step_time_s + meeting.exposed_s / meeting.every
     return replace(
         slowest,
         stages=tuple(stage for island in islands for stage in island.stages),
         global_batch=config.train.global_batch,
-        step_time_s=slowest.step_time_s + meeting.exposed_s / meeting.every,
+        step_time_s=step_s,
         bound_s=max(island.bound_s for island in islands),
         idle={
             **_left_out(topology, names),
             **{n: d for one in islands for n, d in one.idle.items()},
         },
         idle_because={},
-        step_dollars={},
+        step_dollars=_step_dollars(config, islands, paths, step_s),
         pipes={},
         queues=(),
         recomputed_layers=(),
         islands=tuple(islands),
         meeting=meeting,
     )
+
+
+def _step_dollars(
+    config: Config, islands: Sequence[Plan], paths: MeetingPaths, step_s: float
+) -> dict[str, float]:
+    """Dollars of a step of all islands, as `prices.step_dollars`: nodes are there for all of it.
+
+    Empty if those of an island are not known, or what a mailbox takes.
+    """
+    if config.parallel.is_mailbox or not all(island.step_dollars for island in islands):
+        return {}
+    of_meeting = paths.egress_dollars(config.parallel.outer_rule)
+    of_islands = sum(island.step_dollars["egress"] for island in islands)
+    return {
+        "nodes": sum(one.step_dollars["nodes"] * step_s / one.step_time_s for one in islands),
+        "egress": of_islands + of_meeting / config.parallel.meets_every,
+    }
 
 
 def clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ...]:
@@ -169,12 +188,19 @@ def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
 
 
 def island_config(config: Config, count: int) -> Config:
-    """The config of one island: a part of the batch, on one pipeline."""
+    """The config of one island: a part of the batch, on one pipeline.
+
+    Raises PlanError where the batch has no sequence for each island.
+    """
+    if config.train.global_batch < count:
+        problem, fix = f"must be at least {count}, a sequence for each island", "use fewer islands"
+        raise PlanError("train.global_batch", problem, found=config.train.global_batch, fix=fix)
     part = replace(config.train, global_batch=config.train.global_batch // count)
     # Steps and tokens count for all islands together: no island has a schedule of its own.
     optimizer = replace(
         config.optimizer,
         schedule="constant",
+        final_fraction=FINAL_FRACTION,
         schedule_by="steps",
         warmup_steps=0,
         warmup_tokens=None,
@@ -182,8 +208,9 @@ def island_config(config: Config, count: int) -> Config:
         decay_tokens=None,
     )
     # What islands keep for their meetings needs the room that a larger chunk would take.
-    mib = config.kernels.loss_chunk_mib or LOGIT_BYTES // 2**20
-    kernels = replace(config.kernels, loss_chunk_mib=mib)
+    kernels = config.kernels
+    if kernels.loss_chunk_mib is None and kernels.cross_entropy != "reference":
+        kernels = replace(kernels, loss_chunk_mib=LOGIT_BYTES // 2**20)
     island = without_islands(config)
     return replace(island, train=part, optimizer=optimizer, kernels=kernels)
 
@@ -259,10 +286,18 @@ def _outer_bytes(
     return found
 
 
-def _with_outer(stage: StagePlan, outer_bytes: float) -> StagePlan:
-    """The stage with the memory of meetings; each device has a part at most."""
-    memory_bytes = {**stage.memory_bytes, "outer": outer_bytes / len(stage.devices)}
-    return replace(stage, memory_bytes=memory_bytes)
+def _with_outer(stage: StagePlan, outer_bytes: float, sizes: Mapping[str, int]) -> StagePlan:
+    """The stage with the memory of meetings, which lies over its devices as its parameters do.
+
+    Args:
+      stage: of the island.
+      outer_bytes: on all devices together, each number once.
+      sizes: numbers of each parameter that trains, by its name.
+    """
+    numbers = sum(n for name, n in sizes.items() if _layer(name) in stage.layers)
+    own_bytes = stage.memory_bytes["parameters"]  # in float32: islands have no other weights
+    share = own_bytes / (WORD_BYTES * numbers) if numbers else 0.0
+    return replace(stage, memory_bytes={**stage.memory_bytes, "outer": share * outer_bytes})
 
 
 def _layer(name: str) -> str:
@@ -284,48 +319,6 @@ def _excess(island: Plan, topology: Topology, usable_memory: float) -> PlanError
     return None
 
 
-def meeting_cost(
-    config: Config, topology: Topology, names: Sequence[Sequence[str]], step_s: float
-) -> MeetingCost:
-    """The cost of one meeting of each fragment, beside steps that take so long.
-
-    A fragment takes as long as the slowest island's bytes over its slowest link, and its latency
-    each way. Half of its delay hides the way to the owners, and half the way back.
-    """
-    steps, sizes, count = steps_of(config.parallel), trained_sizes(config.model), len(names)
-    fragments = fragment_of(layers(config.model), steps.fragments)
-    links, outer = _slowest_links(topology, names), config.parallel.outer_rule
-    sent, seconds, hidden_s = meeting_bytes(sizes, count, outer), 0.0, 0.0
-    if outer.has_pairs:  # at once in both directions
-        pairs = zip(sent, links, strict=False)
-        seconds = max((n / rate + latency_s for n, (rate, latency_s) in pairs), default=0.0)
-    for number in range(0 if outer.has_pairs else steps.fragments):
-        met = [name for name in sizes if fragments[_layer(name)] == number]
-        ways_s = [
-            (there / rate + latency_s, back / rate + latency_s)
-            for (there, back), (rate, latency_s) in zip(
-                way_bytes(sizes, count, met, codec_of(outer).num_bytes), links, strict=False
-            )
-        ]
-        fragment_s = max((there_s + back_s for there_s, back_s in ways_s), default=0.0)
-        there_s = max((there_s for there_s, _ in ways_s), default=0.0)
-        back_s = max((back_s for _, back_s in ways_s), default=0.0)
-        there = (steps.delay + 1) // 2
-        behind_s = min(there_s, there * step_s) + min(back_s, (steps.delay - there) * step_s)
-        seconds += fragment_s
-        hidden_s += min(behind_s, fragment_s)
-    return MeetingCost(
-        every=steps.every,
-        bytes=tuple(map(float, sent)),
-        seconds=seconds,
-        hidden_s=hidden_s,
-        fragments=steps.fragments,
-        delay=steps.delay,
-        rule=outer.rule,
-        codec=outer.codec,
-    )
-
-
 def _mailbox_meeting(config: Config, islands: Sequence[Plan]) -> MeetingCost:
     """A round through a mailbox, for which nobody waits; the plan is of all islands, or of one."""
     sizes, place = trained_sizes(config.model), config.parallel.place
@@ -337,15 +330,3 @@ def _mailbox_meeting(config: Config, islands: Sequence[Plan]) -> MeetingCost:
         seconds=0.0,
         mailbox=mailbox_cost(sizes, count, [stage.layers for stage in stages]),
     )
-
-
-def _slowest_links(topology: Topology, names: Sequence[Sequence[str]]) -> list[tuple[float, float]]:
-    """The bytes/s and the latency of each island's slowest links to others; none for one island."""
-    first = {c.name: c.nodes[0].name for c in topology.clusters}
-    slowest = []
-    for island in names if len(names) > 1 else ():
-        others = [name for other in names if other != island for name in other]
-        links = [topology.boundary_link(first[a], first[b]) for a in island for b in others]
-        rate = min(link.bandwidth_bytes_per_s for link in links)
-        slowest.append((rate, max(link.latency_s for link in links)))
-    return slowest

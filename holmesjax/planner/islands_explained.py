@@ -17,10 +17,10 @@ from holmesjax.planner.explanation_description import aligned, describe
 from holmesjax.planner.islands import (
     clusters_of,
     island_config,
-    meeting_cost,
     part_of,
     without_islands,
 )
+from holmesjax.planner.meeting_times import MeetingPaths, meeting_cost
 from holmesjax.planner.planner import choose, make_plan
 from holmesjax.planner.selection import Saying, silently
 from holmesjax.topology.machines import Topology
@@ -69,7 +69,7 @@ def explain_run(
         plan = make_plan(config, topology, say, usable_memory)
         say("one pipeline")
         pipeline = _pipeline(config, topology, say, usable_memory)
-        ways = (*_ways(plan, config, topology, names), pipeline)
+        ways = (*_ways(plan, config, topology), pipeline)
     own = island_config(config, len(names)) if names else config
     parts = [part_of(topology, clusters) for clusters in names] or [topology]
     return IslandsExplanation(
@@ -101,9 +101,7 @@ def _compared(
     return choice.ways, tuple(notes)
 
 
-def _ways(
-    plan: Plan, config: Config, topology: Topology, names: Sequence[Sequence[str]]
-) -> Iterator[Way]:
+def _ways(plan: Plan, config: Config, topology: Topology) -> Iterator[Way]:
     """Yields the plan's own way, and that of other steps between meetings."""
     meeting = plan.meeting
     assert meeting is not None, "the plan has islands"
@@ -112,7 +110,8 @@ def _ways(
         alone_s = plan.step_time_s - meeting.exposed_s / meeting.every
         often = replace(config, train=replace(config.train, eval_every=0))
         with_every = lambda n: replace(often, parallel=replace(config.parallel, every=n))
-        others = [meeting_cost(with_every(n), topology, names, alone_s) for n in other_every]
+        paths = MeetingPaths(config, topology, plan.islands)
+        others = [meeting_cost(with_every(n), paths, alone_s) for n in other_every]
     else:
         plain = replace(meeting, hidden_s=0.0, fragments=1, delay=0)
         others = [replace(plain, every=every) for every in other_every]

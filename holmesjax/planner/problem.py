@@ -8,7 +8,6 @@ pipe        a capacity of one way between clusters, or of several: flows that wa
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from holmesjax.plan.plan import Axis
 from holmesjax.planner.assignment import Assignment, Segment, StageSlot
 from holmesjax.planner.layer_ranges import Counts, LayerRanges, split_chunks
 from holmesjax.planner.mesh_order import MeshPlacement
+from holmesjax.planner.node_paths import FlowPath, NodePaths
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_layouts import (
     Devices,
@@ -35,16 +35,9 @@ from holmesjax.planner.stage_layouts import (
 from holmesjax.schedules.pipeline_schedules import TaskOrder
 from holmesjax.schedules.simulation import Queue, Simulator
 from holmesjax.schedules.tasks import Task, max_in_flight, max_waiting
-from holmesjax.topology.machines import Link, Node, Pipe, Topology
+from holmesjax.topology.machines import Link, Pipe, Topology
 
 Flow = tuple[StageSlot, StageSlot]  # from one stage to another
-
-
-class FlowPath(NamedTuple):
-    """The path of a flow."""
-
-    link: Link  # of each pair of nodes: the slowest, or its part of the pipe
-    num_pairs: int  # that send at once
 
 
 class StageSeconds(NamedTuple):
@@ -180,8 +173,12 @@ class Problem:
         return replace(self, config=config, usable_memory=share)
 
     @cached_property
+    def node_paths(self) -> NodePaths:
+        return NodePaths(self.topology)
+
+    @property
     def pipes(self) -> list[Pipe]:
-        return self.topology.pipes
+        return self.node_paths.pipes
 
     def meshes(self, pool_index: int, settings: StepSettings) -> list[MeshShape]:
         """The meshes that a stage may have on a pool."""
@@ -360,71 +357,9 @@ class Problem:
             processes = min(map(self._num_processes, flow))
             key = source, target, processes  # meshes of many sizes have the same nodes
             if key not in self._node_paths:
-                self._node_paths[key] = self._path_of_nodes(*key)
+                self._node_paths[key] = self.node_paths.path(*key)
             self._paths[flow] = self._node_paths[key]
         return self._paths[flow]
-
-    def _path_of_nodes(
-        self, sources: Sequence[str], targets: Sequence[str], processes: int
-    ) -> FlowPath:
-        num_pairs = min(len(sources), len(targets))
-        paths = self._links(sources, targets, processes / num_pairs)
-        slowest = min(paths, key=lambda link: link.bandwidth_bytes_per_s)
-        # Unlike paths count with the worst of each: a faster one makes no other one count.
-        slowest = replace(slowest, latency_s=max(link.latency_s for link in paths))
-        if (part := self._part_of_pipes(sources, targets)) < slowest.bandwidth_bytes_per_s:
-            slowest = replace(slowest, bandwidth_bytes_per_s=part)
-        return FlowPath(slowest, num_pairs)
-
-    def _links(
-        self, sources: Sequence[str], targets: Sequence[str], processes: float
-    ) -> list[Link]:
-        """The paths of boundaries from each node of one stage to each of another.
-
-        Equal nodes of a cluster have equal links where none was measured: two are enough.
-        """
-        measured = self.topology.measured
-        if measured is None or not measured.pairs:
-            sources, targets = self._two_of_each(sources), self._two_of_each(targets)
-        return [self.topology.boundary_link(a, b, processes) for a in sources for b in targets]
-
-    def _two_of_each(self, names: Sequence[str]) -> list[str]:
-        found: dict[int, list[str]] = {}
-        for name in names:
-            alike = found.setdefault(self._node_kinds[name], [])
-            if len(alike) < 2:
-                alike.append(name)
-        return [name for alike in found.values() for name in alike]
-
-    @cached_property
-    def _node_kinds(self) -> dict[str, int]:
-        """A number for each node, the same for equal nodes of a cluster."""
-        seen: list[tuple[str, Node]] = []
-        kinds = {}
-        for cluster in self.topology.clusters:
-            for node in cluster.nodes:
-                kind = cluster.name, replace(node, name="")
-                if kind not in seen:
-                    seen.append(kind)
-                kinds[node.name] = seen.index(kind)
-        return kinds
-
-    def _part_of_pipes(self, sources: Sequence[str], targets: Sequence[str]) -> float:
-        """Returns the share of the pipes for each pair of nodes, if all that may cross one do."""
-        if not self.pipes:
-            return math.inf
-        here, there = (
-            Counter(self.topology.cluster_of(node).name for node in nodes)
-            for nodes in (sources, targets)
-        )
-        least = math.inf
-        for pipe in self.pipes:
-            own = [(a, b) for a, b in pipe.ways if here[a] and there[b]]
-            ends = zip((here, there), zip(*own, strict=True), strict=False)
-            count = min((sum(at[name] for name in set(names)) for at, names in ends), default=0)
-            if count:
-                least = min(least, pipe.reached_bytes_per_s / count)
-        return least
 
     def queues(self, assignment: Assignment, settings: StepSettings, chunks: int) -> list[Queue]:
         """The flows over pipes whose capacity is less than these flows would send together."""
@@ -473,7 +408,7 @@ class Problem:
             self._links_of[pool_index] = [
                 replace(
                     max(
-                        self._links(names[0], names[i], most),
+                        self.node_paths.links(names[0], names[i], most),
                         key=lambda link: link.bandwidth_bytes_per_s,
                     ),
                     capacity_bytes_per_s=self._capacity(pools[0], pool),

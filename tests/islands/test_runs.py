@@ -15,7 +15,7 @@ from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
 from holmesjax.islands.runner import IslandsPlacer, IslandsRunner
-from holmesjax.plan.outer_rule import trained_sizes
+from holmesjax.plan.outer_rule import owners, trained_sizes
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.islands import island_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
@@ -237,7 +237,11 @@ def test_the_plan_says_islands_bytes_and_seconds():
     for words in ("2 islands, which train on their own and meet every 2 steps", "  meeting   isl"):
         assert words in text
     link = planned.topology.boundary_link("ib-0", "roce-0")
-    least_s = max(plan.meeting.bytes) / link.bandwidth_bytes_per_s + 2 * link.latency_s
+    sizes = trained_sizes(planned.config.model)
+    owner = owners(sizes, 2)
+    owned = [4 * sum(n for name, n in sizes.items() if owner[name] == k) for k in range(2)]
+    way_s = max(owned) / link.bandwidth_bytes_per_s + link.latency_s
+    least_s = 2 * way_s  # there, and as long back
     assert plan.meeting.seconds == pytest.approx(least_s)
     slowest_s = max(island.step_time_s for island in plan.islands)
     assert plan.step_time_s == pytest.approx(slowest_s + least_s / 2)

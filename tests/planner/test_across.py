@@ -195,24 +195,26 @@ def test_a_delay_that_leaves_too_little_room_is_compared_by_its_plan(monkeypatch
                      make_topology(*clusters(1)))  # fmt: skip
     topology = make_topology(*clusters(2), ethernet_bytes_per_s=1e7)
 
-    def planned(own, machines, make, usable_memory):
-        slower = 3.0 if own.parallel.delay else 1.0
-        cost = across.meeting_cost(own, machines, own.parallel.islands, plan.step_time_s)
-        step_s = plan.step_time_s * slower + cost.exposed_s / cost.every
-        return dataclasses.replace(plan, step_time_s=step_s, meeting=cost, islands=(plan, plan))
-
-    monkeypatch.setattr(across, "plan_islands", planned)
     settings = [
         run_config(
             across="local_updates", islands=(("a",), ("b",)), every=200, delay=delay
         ).parallel
         for delay in (0, 200)
     ]
+    islands = make_plan(dataclasses.replace(config, parallel=settings[0]), topology).islands
+    paths = across.MeetingPaths(config, topology, islands)
+
+    def planned(own, machines, make, usable_memory):
+        slower = 3.0 if own.parallel.delay else 1.0
+        cost = across.meeting_cost(own, paths, plan.step_time_s)
+        step_s = plan.step_time_s * slower + cost.exposed_s / cost.every
+        return dataclasses.replace(plan, step_time_s=step_s, meeting=cost, islands=islands)
+
+    monkeypatch.setattr(across, "plan_islands", planned)
     costs = [
-        across.meeting_cost(dataclasses.replace(config, parallel=parallel), topology,
-                            parallel.islands, plan.step_time_s)
-        for parallel in settings
-    ]  # fmt: skip
+        across.meeting_cost(dataclasses.replace(config, parallel=own), paths, plan.step_time_s)
+        for own in settings
+    ]
     assert costs[0].exposed_s > costs[1].exposed_s * 2  # else the delay has nothing to hide
     found, _ = across._with_meetings(config, topology, None, USABLE_MEMORY, settings)
     assert found.parallel.delay == 0
@@ -241,7 +243,7 @@ def test_late_rules_are_compared_with_late_meetings():
         across="local_updates", every=every, outer=OuterConfig(rule="eager")
     )
     plan_of = lambda every: make_plan(config_of(every), topology)
-    ways = list(islands_explained._ways(plan_of(10), config_of(10), topology, ("a", "b")))
+    ways = list(islands_explained._ways(plan_of(10), config_of(10), topology))
     assert [way.step_s for way in ways] == pytest.approx(
         [plan_of(every).step_time_s for every in (10, 1, 100)]
     )
