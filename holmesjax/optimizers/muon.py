@@ -183,8 +183,9 @@ class Muon:
         c, count, applies = self.config, state.updates + 1, jnp.asarray(applies)
         rate = self.schedule(state.updates)
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
-        names, xs = zip(*paths, strict=True)
-        flat = zip(xs, jax.tree.leaves(state.mu), jax.tree.leaves(gradients), strict=True)
+        names = [path for path, _ in paths]  # none where a stage trains nothing
+        trees = params, state.mu, gradients
+        flat = zip(*map(jax.tree.leaves, trees), strict=True)
         rows = dict(zip(names, map(_Row._make, flat), strict=True))
         nu_of = dict(jax.tree_util.tree_flatten_with_path(state.nu)[0])
         hyperparameters = []
@@ -208,9 +209,9 @@ class Muon:
         held = [(row.parameter, row.mu) for row in matrices.values()]
         new = dict(zip(matrices, update_ops.changed_if(applies, move, held, kernels), strict=True))
         new |= {path: leaf[:2] for path, leaf in zip(nu_of, others, strict=True)}
-        trees = [jax.tree.unflatten(structure, [new[p][i] for p in names]) for i in range(2)]
+        masters, mu = (jax.tree.unflatten(structure, [new[p][i] for p in names]) for i in range(2))
         nu = jax.tree.unflatten(jax.tree.structure(state.nu), [leaf.nu for leaf in others])
-        return trees[0], MuonState(jnp.where(applies, count, state.updates), trees[1], nu)
+        return masters, MuonState(jnp.where(applies, count, state.updates), mu, nu)
 
     def _moved(
         self,

@@ -208,3 +208,15 @@ def test_a_state_of_other_shapes_is_our_mistake():
 def test_what_cannot_be_is_refused(settings, problem, tmp_path):
     with pytest.raises((ConfigError, Mistakes), match=problem):
         configs.load(write_run(tmp_path, {"a": (1,)}), settings)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_stage_may_train_nothing(name):
+    """As the first stage of a model whose first layers are frozen."""
+    function = "tests.own_models:signs" if RULES[name].takes_function else None
+    config = OptimizerConfig(name=name, learning_rate=1.0, function=function)
+    params = {"block_000": {}}
+    optimizer = make_optimizer(config, 10, stated(params))
+    new, state = optimizer.apply(params, optimizer.init(params), params)
+    assert new == params
+    assert all(x.ndim == 0 for x in jax.tree.leaves(state))
