@@ -126,9 +126,10 @@ def _layer_seconds(
     experts_forward_s = experts_backward_s = 0.0
     if exchange is not None:
         of_experts = experts_products(kind, products)
-        put_off = [product.gradients[1] for product in of_experts]
+        trained_here = experts_products(kind, products, trained=True)
+        put_off = [product.gradients[1] for product in trained_here]
         weight_s -= device.products_s(put_off, stage.dtype)
-        gradients = [gradient for product in of_experts for gradient in product.gradients]
+        gradients = [product.gradients[0] for product in of_experts] + put_off
         experts_forward_s = device.products_s(of_experts, stage.dtype)
         experts_backward_s = device.products_s([*of_experts[:-1], *gradients], stage.dtype)
         again = exchange.again.whole + exchange.again.cut / stage.tensor

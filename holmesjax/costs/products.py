@@ -53,16 +53,23 @@ def layer_products(
     return [of(product) for product in kind.products]
 
 
-def experts_products(kind: Kind, products: Sequence[Product]) -> list[Product]:
+def experts_products(
+    kind: Kind, products: Sequence[Product], *, trained: bool = False
+) -> list[Product]:
     """Returns those of a layer's products whose weights are of experts, in their order.
 
     Args:
       kind: of the layer.
       products: its `layer_products`.
+      trained: whether to leave out those whose weights are frozen.
     """
     of_experts = {parameter.name for parameter in kind.parameters if parameter.is_of_experts}
     pairs = zip(products, kind.products, strict=True)
-    return [product for product, stated in pairs if stated.weight in of_experts]
+    return [
+        product
+        for product, stated in pairs
+        if stated.weight in of_experts and (stated.trains or not trained)
+    ]
 
 
 def trained_products(

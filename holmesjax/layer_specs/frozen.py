@@ -57,6 +57,9 @@ def _parts(
     product: WeightProduct, trained: set[str], sizes: Mapping[str, int]
 ) -> Iterator[WeightProduct]:
     """Splits a product by its weights: those that train, and the frozen ones."""
+    if product.weight:  # one parameter has all of them
+        yield replace(product, trains=product.weight in trained)
+        return
     own = [name for name in product.weights if name in trained]
     if len(own) in (0, len(product.weights)):
         yield replace(product, trains=bool(own or (trained and not product.weights)))

@@ -18,6 +18,7 @@ from holmesjax.costs.expert_exchange import (
     rounds,
 )
 from holmesjax.costs.expert_placement import greedy
+from holmesjax.costs.products import train_flop
 from holmesjax.costs.stage_times import stage_times
 from holmesjax.topology.machines import DeviceKind, Link
 from kernels.expert_slots import slots_of_each
@@ -156,15 +157,26 @@ def test_what_devices_that_share_experts_compute_and_send_again(
     )
     pair = Group(size=2, nodes=1, inside=link, between=None)
     stage = lambda axis: shape_of(1, **{axis: 2}, checkpointing=checkpointing)
-    alone, shared = (
-        stage_times(model, stage(axis), [device], None, None, **{axis: pair})
-        for axis in ("fsdp", "expert")
+    frozen = dataclasses.replace(model, frozen=("*/*_EDF", "*/*_EFD"))
+    (alone, shared), (still, still_shared) = (
+        [
+            stage_times(own, stage(axis), [device], None, None, **{axis: pair})
+            for axis in ("fsdp", "expert")
+        ]
+        for own in (model, frozen)
     )
     one_s = 2 * 16 * 2 * (2 * 32 * 24) / 0.5  # of two sequences; a product reaches half the peak
     more = lambda name: getattr(shared, name) - getattr(alone, name)
     assert more("forward_s") == pytest.approx(0.0, abs=1e-6 * one_s)
     assert more("backward_s") == pytest.approx(products * one_s)
     assert more("weight_s") == pytest.approx(-3 * one_s)
+    # Frozen experts have no gradients of weights, neither later nor at once.
+    assert still.backward_s == pytest.approx(alone.backward_s - 3 * one_s)
+    assert still.weight_s == pytest.approx(alone.weight_s - 3 * one_s)
+    assert still_shared.backward_s == pytest.approx(shared.backward_s - 3 * one_s)
+    assert still_shared.weight_s == pytest.approx(shared.weight_s)
+    of_active = 3 * 2 * 32 * 24  # numbers of two experts
+    assert train_flop(model, 1) - train_flop(frozen, 1) == 2 * of_active
     once_s, back_s, _ = exchange_s(model, shape_of(1, expert=2), pair)
     assert shared.forward_exchange_s == once_s
     assert shared.backward_exchange_s == pytest.approx(back_s + exchanges * once_s)
