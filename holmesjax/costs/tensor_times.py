@@ -1,11 +1,15 @@
 """Seconds of collectives over `tensor`, with sequences whole or cut between products."""
 
+import itertools
+
 import numpy as np
 
 from holmesjax.config import ModelConfig
 from holmesjax.costs import collective_times, work
 from holmesjax.costs.collective_times import Group, Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
+from holmesjax.layer_specs.distinct_kinds import blocks_in_order, kinds
+from holmesjax.layer_specs.model_layers import cached
 from holmesjax.topology.machines import Numbers
 
 
@@ -78,9 +82,37 @@ def _cut_s(
             forward_s += count * np.where(is_stream, more_s[0], 0.0)
             backward_s += count * (np.where(is_stream, more_s[1], 0.0) + again * gather_s)
             beside_s += count * again * (gather_s + scatter_s)
-    # A boundary is whole on each device.
+    # A boundary is whole on each device, and so is what layers read that cut no sequences.
     boundary = work.boundary_bytes(model, stage_tokens(model, stage), stage.dtype)
     moved_s = np.where(cuts > 1, collective_times.all_gather_s(boundary, tensor), 0.0)
-    forward_s += (not stage.is_last) * moved_s
-    backward_s += (not stage.is_first) * moved_s
+    runs = _cut_runs(model, stage)
+    forward_s += (runs - stage.is_last) * moved_s
+    backward_s += (runs - stage.is_first) * moved_s
     return forward_s, backward_s, beside_s
+
+
+def _cut_runs(model: ModelConfig, stage: StageShape) -> float:
+    """The runs of neighbouring layers that cut sequences: each ends in a gather of what it gives.
+
+    That is in the forward; in the backward a run gathers the gradient of what it reads. The ends of
+    the model, which are in a run, have these gathers in their own collectives. A stage has its
+    share of the runs of the model by its layers that cut.
+    """
+    runs, num_cut, (is_first_cut, is_last_cut) = _model_runs(model)
+    own = zip(stage.blocks, kinds(model).blocks, strict=True)
+    own_cut = sum(count for count, kind in own if kind.cuts_sequences)
+    own_runs = 0.0
+    if own_cut:  # rounded: a part of a run is one, too
+        own_runs = max(1.0, round(own_cut * runs / num_cut))
+    own_runs += stage.is_first and not (is_first_cut and own_cut)
+    own_runs += stage.is_last and not (is_last_cut and own_cut)
+    return own_runs
+
+
+@cached(256)  # a search asks over and over
+def _model_runs(model: ModelConfig) -> tuple[int, int, tuple[bool, bool]]:
+    """The runs among the Transformer layers, the layers in them, and whether both ends are."""
+    blocks = kinds(model).blocks
+    cuts = [blocks[number].cuts_sequences for number in blocks_in_order(model)]
+    runs = sum(1 for is_cut, _ in itertools.groupby(cuts) if is_cut)
+    return runs, sum(cuts), (cuts[0], cuts[-1])

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from holmesjax.config import ModelConfig
+from holmesjax.config import ExpertsConfig, ModelConfig
 from holmesjax.costs import collective_times, memory
 from holmesjax.costs.collective_times import Group
 from holmesjax.costs.implementation import HOLMESJAX
@@ -298,3 +300,23 @@ def test_cut_sequences_worked_by_hand():
     assert times(odd, cut) == times(odd, whole)
     kept = lambda stage: memory.stage_memory_bytes(GPT2, stage)["activations"]
     assert kept(cut) == kept(whole) / 2
+
+
+def test_each_passage_to_layers_that_cut_no_sequences_gathers():
+    """All of the model: forward where a cut layer is before one, backward where it is behind."""
+    letters = {"b": "block", "e": "expert_block"}
+    experts, sizes = ExpertsConfig(count=4, active=2), {"num_layers": 4, "context_length": 24}
+    stage = shapes.shape_of(tensor=2, sequence_parallel=True)
+    stage = dataclasses.replace(stage, blocks=(2, 2))
+    gather_s = collective_times.all_gather_s(4 * 2 * 24 * 64, PAIR)
+
+    def tensor_s(layers):
+        pattern = tuple(map(letters.get, layers))
+        model = ModelConfig(**sizes, width=64, num_heads=4, pattern=pattern, experts=experts)
+        found = stage_times(model, stage, [DEVICE], None, PAIR)
+        return np.array([found.forward_tensor_s, found.backward_tensor_s]), layers
+
+    base_s, _ = tensor_s("bbee")  # embed b b | e e | head: one of each
+    for more_s, layers in map(tensor_s, ("eebb", "beeb", "bebe", "ebeb")):
+        passages = [pair for pair in itertools.pairwise(f"b{layers}b") if pair == ("b", "e")]
+        assert more_s - base_s == pytest.approx((len(passages) - 1) * gather_s)
