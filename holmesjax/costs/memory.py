@@ -337,7 +337,8 @@ def _logit_bytes(
     if implementation.logit_bytes:
         return 0.0, implementation.logit_bytes * num_tokens * vocab_size
     width = DTYPE_BYTES[stage.dtype]
-    num_chunks = work.logit_chunks(num_tokens, vocab_size, model.width, stage.logit_bytes)
+    cut = num_tokens, vocab_size, model.width
+    num_chunks = work.logit_chunks(*cut, stage.logit_bytes, stage.cross_entropy)
     table = model.width * vocab_size
     logits, chunk = num_tokens * vocab_size, num_tokens / num_chunks * vocab_size
     in_chunks = num_chunks > 1

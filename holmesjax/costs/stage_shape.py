@@ -56,6 +56,7 @@ class StageShape:
     # Format of each array that the optimizer keeps of a parameter (`update_rules`).
     kept: tuple[Kept, ...] = ("float32", "float32")
     logit_bytes: int = LOGIT_BYTES  # of the float32 logits of a chunk of the loss
+    cross_entropy: str = "auto"  # whether it has chunks, as `kernels.cross_entropy` says
     # Whether `tensor` cuts sequences between products, where their tokens divide; may be an array.
     sequence_parallel: Sizes = 0
     # Whether it is a plan's only stage and a step has one microbatch: one program has both passes

@@ -19,7 +19,11 @@ from holmesjax.topology.machines import Numbers, Sizes
 
 
 def logit_chunks(
-    num_tokens: Numbers, vocab_size: Numbers, width: int, most_bytes: int = LOGIT_BYTES
+    num_tokens: Numbers,
+    vocab_size: Numbers,
+    width: int,
+    most_bytes: int = LOGIT_BYTES,
+    asked: str = "auto",
 ) -> np.ndarray:
     """Chunks in which a device computes the logits of so many tokens, one after the other.
 
@@ -31,6 +35,7 @@ def logit_chunks(
       num_tokens, vocab_size: of one device.
       width: of the model.
       most_bytes: of the float32 logits of a chunk.
+      asked: `kernels.cross_entropy`: reference has all at once, and chunked at least two chunks.
 
     >>> int(logit_chunks(16_384, 128_256, 4096))
     16
@@ -38,7 +43,8 @@ def logit_chunks(
     1
     """
     num_chunks = np.ceil(4.0 * num_tokens * vocab_size / most_bytes).astype(int)
-    return np.where(num_tokens > num_tokens / num_chunks + width, num_chunks, 1)
+    saves = (num_tokens > num_tokens / num_chunks + width) & (asked != "reference")
+    return np.where(saves, num_chunks, 2 if asked == "chunked" else 1)
 
 
 def key_value_numbers(kind: Kind, tensor: Sizes = 1) -> Numbers:

@@ -171,14 +171,11 @@ class Kernels:
 
     def logit_chunks(self, x_BLD: jax.Array, vocab_size: int) -> int:
         """Chunks in which the logits of a replica's sequences are computed; 1: all at once."""
-        if self.config.cross_entropy == "reference":
-            return 1
         B, L, D = x_BLD.shape
         num_tokens = B * L // self.num_parts
         cut = vocab_size // self.size(Axis.TENSOR)
-        num_chunks = work.logit_chunks(num_tokens, cut, D, self.logit_bytes)
-        least = 2 if self.config.cross_entropy == "chunked" else 1
-        return min(max(least, int(num_chunks)), L)
+        asked = self.config.cross_entropy
+        return min(int(work.logit_chunks(num_tokens, cut, D, self.logit_bytes, asked)), L)
 
     def _axes(self, *axes: Axis) -> tuple[str, ...]:
         """Those of the axes that the mesh has."""

@@ -241,6 +241,7 @@ class StageCosts:
             checkpointing=settings.checkpointing,
             recomputed=recomputed,
             logit_bytes=logit_bytes or self._logit_bytes,
+            cross_entropy=self._config.kernels.cross_entropy,
             kept=update_rules.kept(optimizer),
             is_whole_step=role.is_first and role.is_last and settings.microbatches == 1,
             attention=self._attention,

@@ -203,6 +203,13 @@ def test_many_logits_are_there_in_chunks():
     cut = memory.stage_memory_bytes(model, dataclasses.replace(stage, fsdp=2))
     assert cut["logits"] == 2 * (4 * 64 * vocab_size / 2 + 2 * tokens * 64)
     assert cut["temporaries"] == found["temporaries"]
+    whole = memory.stage_memory_bytes(model, dataclasses.replace(stage, cross_entropy="reference"))
+    assert whole["logits"] == 2 * 4 * tokens * vocab_size
+    assert whole["temporaries"] == 2 * (tokens + 64) * vocab_size
+    few = dataclasses.replace(SHAPE, cross_entropy="chunked")  # 144 tokens in two chunks
+    num_words = MODELS["gpt2"].vocab_size
+    kept = memory.stage_memory_bytes(MODELS["gpt2"], few)["logits"]
+    assert kept == 4 * 64 * num_words + 4 * 144 * 64
 
 
 def test_what_a_backward_needs_besides():
