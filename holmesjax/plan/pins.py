@@ -34,6 +34,16 @@ def pins(parallel: ParallelConfig) -> dict[str, Value]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def without_pins(parallel: ParallelConfig) -> ParallelConfig:
+    """The settings that say what a run does, without those that the planner may choose.
+
+    >>> settings = ParallelConfig(stages=2, expert_placement="load")
+    >>> without_pins(settings) == ParallelConfig(expert_placement="load")
+    True
+    """
+    return ParallelConfig(**{name: getattr(parallel, name) for name in NO_PINS})
+
+
 def chosen(plan: Plan, name: str) -> Value | None:
     """The value of a setting in a plan; None if its stages, or their layers, have several."""
     if name == "activation_checkpointing" and plan.recomputed_layers:
@@ -95,6 +105,9 @@ def describe(
     if not pinned:
         return []
     lines = _wrapped("  pinned    ", [setting(*pin) for pin in pinned.items()])
+    if plan.islands:
+        words = "each island keeps these settings; nothing was searched without them"
+        return [*lines, f"            {words}"]
     if unpinned is None:
         return lines
     cost = lambda own: sum(own.step_dollars.values()) if by_dollars else own.step_time_s

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from holmesjax.config import Config, ParallelConfig
+from holmesjax.config import Config
 from holmesjax.errors import PlanError
 from holmesjax.plan import pins
 from holmesjax.plan.device_pool import USABLE_MEMORY
@@ -191,7 +191,7 @@ def _find_both(
             return None
         without = lambda what: say(f"{what}, without the settings of parallel")
         try:
-            unset = dataclasses.replace(config, parallel=ParallelConfig())
+            unset = dataclasses.replace(config, parallel=pins.without_pins(config.parallel))
             return _find(unset, topology, without, usable_memory)
         except PlanError:
             return None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from holmesjax.config import ParallelConfig
+from holmesjax.config import ExpertsConfig, ParallelConfig
 from holmesjax.errors import HolmesError, PlanError
 from holmesjax.plan import pins, plan_description
 from holmesjax.plan.plan import Axis
@@ -219,6 +219,23 @@ def test_what_a_run_sets_of_a_plan_is_named_with_what_it_costs():
     assert same.endswith("finds no faster plan")
     assert "with the pinned settings" in "\n".join(plan_description.describe(plan, is_pinned=True))
     assert pins.describe(best, {}, None) == []
+
+
+def test_the_search_without_pins_is_of_the_same_run(monkeypatch):
+    """How experts are placed is no choice of the planner's, and stays."""
+    searched, find = [], planner._find
+
+    def watched(config, *args, **settings):
+        searched.append(config.parallel)
+        return find(config, *args, **settings)
+
+    monkeypatch.setattr(planner, "_find", watched)
+    model = {"experts": ExpertsConfig(count=4, active=2), "pattern": ("expert_block",)}
+    pinned = {"tensor": 1, "microbatches": 4, "expert_placement": "load"}
+    config = make_config(model={**model, "num_layers": 2}, parallel=pinned)
+    make_plans(config, make_topology(make_cluster("ib", "infiniband", (2,))), compares=True)
+    assert {parallel.expert_placement for parallel in searched} == {"load"}
+    assert [parallel.tensor for parallel in searched] == [1, None]
 
 
 def test_a_plan_says_that_tensor_leaves_its_node():
