@@ -15,6 +15,7 @@ from holmesjax.config import (
     model_checks,
     parallel_checks,
     training_checks,
+    unread_settings,
 )
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import Check, wrong
@@ -100,6 +101,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         training_checks.gradients_cross_as_they_are,
         training_checks.profiled_steps_are_of_the_run,
         training_checks.rampup_grows,
+        *unread_settings.checks_of("train"),
     ),
     ("model",): (
         _of_transformers(model_checks.heads_share_width),
@@ -128,10 +130,11 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         island_checks.fragments_meet_in_turn,
         island_checks.the_outer_rule_suits_islands,
         island_checks.mailbox_has_its_settings,
+        *unread_settings.checks_of("parallel"),
     ),
+    ("kernels",): unread_settings.checks_of("kernels"),
     ("optimizer",): (
-        training_checks.optimizer_is_possible,
-        training_checks.muon_settings_are_for_muon,
+        *unread_settings.checks_of("optimizer"),
         training_checks.decay_keeps_signs,
         training_checks.function_is_for_optax,
         training_checks.schedule_has_one_unit,
@@ -143,6 +146,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         data_checks.weights_are_of_the_mixture,
         data_checks.packed_documents_are_apart,
         data_checks.pattern_is_for_folders,
+        *unread_settings.checks_of("data"),
         partial(_home_is_written_out, "data.corpus"),
         partial(_home_is_written_out, "data.tokenizer"),
     ),

@@ -17,6 +17,7 @@ class DataSource:
     num_tokens: Callable[[Any], int]
     tokens_are: str  # for messages
     has_tokens: bool = True  # its items are sequences of tokens, otherwise arrays by name
+    reads_dtype: bool = False  # whether `data.dtype` says the type of its numbers
     packs: bool = False  # whether its documents are packed, whatever `data.packing` says
 
 
@@ -31,6 +32,7 @@ SOURCES: dict[str, DataSource] = {
         module="holmesjax.data.tokens",
         num_tokens=lambda config: 1,  # the files say it; they are not read yet
         tokens_are="numbers",
+        reads_dtype=True,
     ),
     "chat": DataSource(
         module="holmesjax.data.chat",

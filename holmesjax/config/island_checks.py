@@ -63,6 +63,9 @@ def mailbox_has_its_settings(parallel: ParallelConfig) -> Iterator[ConfigError]:
         yield wrong(
             "parallel.mailbox", problem, where, "write s3://BUCKET/NAME or gs://BUCKET/NAME"
         )
+    if (place := parallel.place) and place.number >= len(place.names):
+        problem = f"must be less than {len(place.names)}, the names of the islands"
+        yield wrong("parallel.place.number", problem, place.number, "count islands from 0")
     count = len(parallel.place.names) if parallel.place else len(parallel.islands or ())
     if count and parallel.quorum and parallel.quorum > count:
         problem = f"must be at most {count}, the islands of the run"
@@ -154,7 +157,13 @@ def islands_have_no_average(
 def islands_are_compared_by_time(
     parallel: ParallelConfig, plan: PlanConfig
 ) -> Iterator[ConfigError]:
-    if parallel.across == "auto" and plan.allow and not plan.is_by_time:
-        problem = "cannot have local_updates beside an objective or a budget in dollars so far"
+    """Each island is planned by itself: none knows what the others take of a budget."""
+    if plan.is_by_time:
+        return
+    why = "beside an objective or a budget in dollars so far"
+    if parallel.has_islands:
+        fix = "leave plan.objective and plan.budget_dollars out, or set it to pipeline"
+        yield wrong("parallel.across", f"cannot be local_updates {why}", parallel.across, fix)
+    if parallel.across == "auto" and plan.allow:
         fix = f"remove it, {PIPELINE}"
-        yield wrong("plan.allow", problem, list(plan.allow), fix)
+        yield wrong("plan.allow", f"cannot have local_updates {why}", list(plan.allow), fix)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.model_sections import ModelConfig
+from holmesjax.config.model_sections import EXPERT_BLOCK, ModelConfig
 from holmesjax.config.sections import ParallelConfig
 from holmesjax.config.training_sections import TrainConfig
 from holmesjax.errors import ConfigError
@@ -140,6 +140,8 @@ def tensor_cuts_evenly(
     section, _, setting = name.rpartition(".")
     owner = getattr(model, section) if section else model
     size = None if owner is None else getattr(owner, setting)
+    if size is None and owner is not None and name in _widths_by_default(model):
+        size = model.mlp_width or 4 * model.width
     if size is not None and parallel.tensor is not None and size % parallel.tensor:
         problem = f"must be a multiple of parallel.tensor = {parallel.tensor}"
         near = multiples(size, parallel.tensor)
@@ -147,6 +149,14 @@ def tensor_cuts_evenly(
             near = str(-(-size // parallel.tensor) * parallel.tensor)
         fix = f"use {near}, or change parallel.tensor"
         yield wrong(f"model.{name}", problem, size, fix)
+
+
+def _widths_by_default(model: ModelConfig) -> Iterator[str]:
+    """The widths that the model has where the run leaves them out, by their settings."""
+    if any(kind != EXPERT_BLOCK for kind in model.pattern):
+        yield "mlp_width"
+    if EXPERT_BLOCK in model.pattern:
+        yield "experts.width"
 
 
 def sequences_with_capacity_are_whole(

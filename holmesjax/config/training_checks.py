@@ -1,6 +1,5 @@
 """Rules of steps, batches, the optimizer and its learning rate."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -11,23 +10,6 @@ from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.config.update_rules import RATE_SCHEDULES, RULES
 from holmesjax.errors import ConfigError
 from kernels.attention.choice import HALF_PRECISION
-
-
-def optimizer_is_possible(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
-    rule, name = RULES[optimizer.name], optimizer.name
-    if optimizer.moments != "float32" and not rule.rounds:
-        names = " or ".join(n for n, other in RULES.items() if other.rounds)
-        problem = f"is only for optimizer {names}: {name} keeps its numbers in float32"
-        yield wrong("optimizer.moments", problem, optimizer.moments, "leave it out")
-
-
-def muon_settings_are_for_muon(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
-    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
-    for name in () if RULES[optimizer.name].has_muon else ("muon_beta", "muon_consistent_rms"):
-        if (value := getattr(optimizer, name)) != defaults[name]:
-            problem = f"is only for optimizer muon, not for {optimizer.name}"
-            fix = "leave it out, or set optimizer.name to muon"
-            yield wrong(f"optimizer.{name}", problem, value, fix)
 
 
 def decay_keeps_signs(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
@@ -51,11 +33,6 @@ def function_is_for_optax(optimizer: OptimizerConfig) -> Iterator[ConfigError]:
     if is_own and optimizer.function is None:
         fix = "name a function of the section `optimizer` that gives a transformation of optax"
         yield wrong(where, f"is missing: {optimizer.name} needs it", "nothing", fix)
-    if not is_own and optimizer.function is not None:
-        names = " or ".join(name for name, rule in RULES.items() if rule.takes_function)
-        problem = f"is only for optimizer {names}, not for {optimizer.name}"
-        fix = f"remove it, or set optimizer.name to {names}"
-        yield wrong(where, problem, optimizer.function, fix)
 
 
 def schedule_has_one_unit(optimizer: OptimizerConfig) -> Iterator[ConfigError]:

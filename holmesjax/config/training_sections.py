@@ -24,6 +24,8 @@ from holmesjax.config.mistakes import refuse_mistakes
 from holmesjax.config.update_rules import RATE_SCHEDULES, REFUSED, RULES, NumberFormat
 from holmesjax.files import schema
 
+FINAL_FRACTION = 0.1  # of the learning rate, by default
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class RampupConfig:
@@ -115,7 +117,9 @@ class OptimizerConfig:
     warmup_tokens: Tokens | None = None  # for a schedule by tokens: tokens in which the rate rises
     decay_steps: Count | None = None  # for wsd: steps of the final decay
     decay_tokens: Tokens | None = None  # for wsd by tokens: tokens of the final decay
-    final_fraction: Fraction = 0.1  # learning rate of the last step, as a share of the peak
+    final_fraction: Fraction = (
+        FINAL_FRACTION  # learning rate of the last step, as a share of the peak
+    )
     # Decay of the first moment, or of the momentum. adafactor reads neither beta nor epsilon.
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95  # decay of the second moment, or of the momentum that lion keeps

@@ -70,10 +70,17 @@ class UpdateRule:
     # it is factored. An update reads and writes all of them.
     kept: Callable[[Any], tuple[Kept, ...]]
     describe: Callable[[Any], str]  # how numbers are kept, for the console
-    rounds: bool = False  # `optimizer.moments` may ask for fewer bits than float32 has
+    # The settings of `OF_RULES` that change its steps.
+    reads: tuple[str, ...]
     has_adamw: bool = False  # some parameters have AdamW's step
-    has_muon: bool = False  # it reads the settings that begin with `muon_`
     takes_function: bool = False  # whether `optimizer.function` says what it is
+
+
+# Settings of the section `optimizer` that only some optimizers read.
+OF_RULES = (
+    *("beta1", "beta2", "epsilon", "moments"),
+    *("muon_beta", "muon_consistent_rms", "function"),
+)
 
 
 def kept(config: Any) -> tuple[Kept, ...]:
@@ -107,41 +114,46 @@ RULES: dict[str, UpdateRule] = {
         module="holmesjax.optimizers.adamw",
         kept=lambda config: (config.moments, config.moments),
         describe=lambda config: f"moments in {config.moments}",
-        rounds=True,
+        reads=("beta1", "beta2", "epsilon", "moments"),
         has_adamw=True,
     ),
     "lion": UpdateRule(
         module=ELEMENTWISE,
         kept=_one_array,
         describe=lambda config: "the momentum of lion in float32",
+        reads=("beta1", "beta2"),
     ),
     "sgd": UpdateRule(
         module=ELEMENTWISE,
         kept=lambda config: ("float32",) if config.beta1 else (),
         describe=lambda config: "the momentum of sgd in float32" if config.beta1 else "plain sgd",
+        reads=("beta1",),
     ),
     "rmsprop": UpdateRule(
         module=ELEMENTWISE,
         kept=_one_array,
         describe=lambda config: "the mean squares of rmsprop in float32",
+        reads=("beta2", "epsilon"),
     ),
     "optax": UpdateRule(
         module=ELEMENTWISE,
         kept=_of_function,
         describe=lambda config: f"the state of {config.function}",
+        reads=("beta1", "beta2", "epsilon", "function"),  # its function may
         takes_function=True,
     ),
     "muon": UpdateRule(
         module="holmesjax.optimizers.muon",
         kept=lambda config: ("float32", "others"),
         describe=lambda config: "the momentum of matrices and AdamW's moments of others in float32",
+        reads=("beta1", "beta2", "epsilon", "muon_beta", "muon_consistent_rms"),
         has_adamw=True,
-        has_muon=True,
     ),
     "adafactor": UpdateRule(
         module="holmesjax.optimizers.adafactor",
         kept=lambda config: ("factored",),
         describe=lambda config: "the mean squares of adafactor's rows and columns in float32",
+        reads=(),
     ),
 }
 # Optimizers that cannot be: what is wrong, and what to do.

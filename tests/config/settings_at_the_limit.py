@@ -1,5 +1,6 @@
 """Settings with the least and the greatest values that are allowed."""
 
+EXPERTS = "model.pattern=[expert_block]"
 AT_THE_LIMIT = [
     ["model.head_dim=6", "model.width=66"],
     ["model.width=12", "model.positions=learned"],
@@ -23,4 +24,7 @@ AT_THE_LIMIT = [
         "train.rampup=[{steps: 50, global_batch: 16}]",
     ],
     ["data.validation_fraction=0"],
+    ["parallel.expert=1", "parallel.expert_chunks=1", "model.experts={}", EXPERTS],
+    ["optimizer.name=sgd", "optimizer.beta1=0", "optimizer.beta2=0.95"],
+    ["data.source=tokens", "data.dtype=uint16"],
 ]

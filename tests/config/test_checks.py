@@ -366,6 +366,51 @@ parallel.expert_chunks: is for a model with experts
   found: 2
   fix: leave it out
 
+parallel.expert=1 parallel.expert_chunks=2 model.experts={} model.pattern=[expert_block]
+parallel.expert_chunks: is for devices that share experts, and parallel.expert is 1
+  found: 2
+  fix: leave it out, or leave parallel.expert to the planner
+
+parallel.expert=1 parallel.expert_placement=load model.experts={} model.pattern=[expert_block]
+parallel.expert_placement: is for devices that share experts, and parallel.expert is 1
+  found: load
+  fix: leave it out, or leave parallel.expert to the planner
+
+model.width=50 model.num_heads=16 model.head_dim=8 parallel.tensor=16
+model.mlp_width: must be a multiple of parallel.tensor = 16
+  found: 200
+  fix: use 192 or 208, or change parallel.tensor
+
+optimizer.name=lion optimizer.epsilon=0.001
+optimizer.epsilon: is only for optimizer adamw or rmsprop or optax or muon, not for lion
+  found: 0.001
+  fix: leave it out, or set optimizer.name to adamw or rmsprop or optax or muon
+
+optimizer.name=adafactor optimizer.beta1=0.5
+optimizer.beta1: is only for optimizer adamw or lion or sgd or optax or muon, not for adafactor
+  found: 0.5
+  fix: leave it out, or set optimizer.name to adamw or lion or sgd or optax or muon
+
+optimizer.schedule=constant optimizer.final_fraction=0.5
+optimizer.final_fraction: is only for schedule cosine or linear or wsd, not for constant
+  found: 0.5
+  fix: leave it out, or use another optimizer.schedule
+
+train.spike_sigmas=4.0
+train.spike_sigmas: is only for a train.spike_policy, which is none
+  found: 4.0
+  fix: leave it out, or set train.spike_policy to record
+
+kernels.cross_entropy=reference kernels.loss_chunk_mib=64
+kernels.loss_chunk_mib: is for a loss in chunks, which kernels.cross_entropy = reference has not
+  found: 64
+  fix: leave it out, or set kernels.cross_entropy to auto
+
+data.dtype=uint16
+data.dtype: is only for files of tokens
+  found: uint16
+  fix: leave it out, or set data.source to tokens
+
 kernels.experts=pallas
 kernels.experts: is for a model with experts
   found: pallas
