@@ -26,7 +26,7 @@ from holmesjax.costs.products import attention_products, head_product, layer_pro
 from holmesjax.costs.stage_shape import StageShape
 from holmesjax.layer_specs.distinct_kinds import kinds
 from holmesjax.layer_specs.kind import Constant, Kind, Parameter
-from holmesjax.layer_specs.model_layers import block_name
+from holmesjax.layer_specs.model_layers import layers
 from holmesjax.models import ops
 from holmesjax.models.layer import apply, init_params
 from holmesjax.optimizers.optimizer import make_optimizer
@@ -67,6 +67,12 @@ class Timed:
 def _block(model: ModelConfig) -> Kind:
     """The kind of the first Transformer layer, which is timed."""
     return kinds(model).blocks[0]
+
+
+def _timed_layers(model: ModelConfig) -> list[str]:
+    """The first layers of that kind, as many as no cache holds, or all of them."""
+    names = [name for name, kind in layers(model).items() if kind is _block(model)]
+    return names[: math.ceil(UNCACHED / _block(model).size())]
 
 
 def shapes(model: ModelConfig) -> list[Product]:
@@ -216,11 +222,14 @@ def _product_s(product: Product, dtype: str) -> float:
 
 
 def _attention_s(model: ModelConfig, dtype: str) -> float:
-    """Seconds of a forward and a backward of attention."""
+    """Seconds of a forward and a backward of the layer's attention."""
+    attention = _block(model).attention
+    assert attention is not None, "a layer with attention is timed"
     tokens = SEQUENCES[-1], model.context_length
     q_BLHK = normal(0, *tokens, model.num_heads, model.head_width, dtype=dtype)
     k_BLGK = normal(1, *tokens, model.kv_heads, model.head_width, dtype=dtype)
-    total = lambda q, k, v: ops.attention(q, k, v).astype(jnp.float32).sum()
+    rule = ops.rule_of(attention)
+    total = lambda q, k, v: ops.attention(q, k, v, rule=rule).astype(jnp.float32).sum()
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
     return _seconds(lambda: gradients(q_BLHK, k_BLGK, k_BLGK))
 
@@ -231,19 +240,17 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
     Two programs, the second of which adds to the gradients. A layer alone would find its parameters
     in the caches, where those of a stage have no room.
     """
-    num_parameters = _block(model).size()
-    num_layers = min(model.num_layers, math.ceil(UNCACHED / num_parameters))
-    layers = [block_name(layer) for layer in range(num_layers)]
+    names = _timed_layers(model)
     params = {
         layer: jax.tree.map(lambda x: jnp.asarray(x, dtype), init_params(model, 0, [layer])[layer])
-        for layer in layers
+        for layer in names
     }
     x_BLD = normal(0, sequences, model.context_length, model.width, dtype=dtype)
     dy_BLD = normal(1, *x_BLD.shape, dtype=dtype)
     position_L = jnp.arange(model.context_length)
 
     def run_layers(params: Tree, x: jax.Array) -> jax.Array:
-        for layer in layers:
+        for layer in names:
             x, _ = apply(layer, model, params[layer], x, position_L=position_L)
         return x
 
@@ -265,7 +272,7 @@ def _block_s(model: ModelConfig, dtype: str, sequences: int) -> float:
         gradients, dx = backward(params, saved, gradients, dy_BLD)
         return gradients, y, dx
 
-    return _seconds(run, LAYERS_ROUND_S) / num_layers
+    return _seconds(run, LAYERS_ROUND_S) / len(names)
 
 
 def _update_s() -> float:

@@ -39,6 +39,21 @@ def one_layer(sequences):
     )
 
 
+def test_layers_of_the_first_kind_alone_are_timed(monkeypatch):
+    """Their window too: of a mean of kinds no calibration is right."""
+    pattern = ("window_block", "block", "block")
+    model = dataclasses.replace(TINY, num_layers=6, pattern=pattern, window=4)
+    assert device_profile._timed_layers(model) == ["block_000", "block_003"]
+    monkeypatch.setattr(device_profile, "UNCACHED", 1)
+    assert device_profile._timed_layers(model) == ["block_000"]
+    rules = []
+    monkeypatch.setattr(device_profile, "_seconds", lambda run: run())
+    attention = lambda q, k, v, rule: rules.append(rule) or q
+    monkeypatch.setattr(device_profile.ops, "attention", attention)
+    device_profile._attention_s(model, "float32")
+    assert {rule.window for rule in rules} == {4}
+
+
 def timed(noise=0.0, **changes):
     """The times that a device would show if `TRUTH` were its calibration."""
     peak = KIND.peak_flop_per_s["bfloat16"]
