@@ -87,6 +87,11 @@ class Spans:
     def __len__(self) -> int:
         return self._documents[-1]
 
+    @property
+    def marks_end(self) -> tuple[bool, ...]:
+        """`DocumentRange.marks_end` of each range: the tokenizer says it, not the files."""
+        return tuple(own.marks_end for own in self._ranges)
+
     def spans(self, document_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place of the first token of each, and the number of its tokens with a target."""
         range_D = np.searchsorted(self._documents, document_D, side="right") - 1
@@ -238,7 +243,8 @@ def packed(spans: Spans, length: int, digest: str, beside: Path | None) -> Packe
       digest: of the split.
       beside: the folder that may keep the table; None: it is for this process alone.
     """
-    key = hashlib.sha256(f"rows {VERSION} {WINDOW} {length} {digest}".encode()).hexdigest()
+    made_of = f"rows {VERSION} {WINDOW} {length} {digest} {spans.marks_end}"
+    key = hashlib.sha256(made_of.encode()).hexdigest()
     found = kept_arrays(key, DTYPES, lambda folder: pack(spans, length, folder), beside)
     return PackedRows(spans=spans, table=PackTable(**found), row_length=length)
 

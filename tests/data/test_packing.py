@@ -1,5 +1,6 @@
 """Packed rows hold each target of each document once, with next to no padding."""
 
+import dataclasses
 from collections import Counter
 from itertools import pairwise
 
@@ -75,7 +76,8 @@ def targets_of(rows):
 
 
 @pytest.mark.parametrize("marks_end", [False, True])
-def test_each_target_of_each_document_comes_once_however_documents_are_cut(marks_end):
+def test_each_target_of_each_document_comes_once_however_documents_are_cut(marks_end, tmp_path):
+    """Also where the same tokens are there by a tokenizer whose documents end otherwise."""
     documents = make_documents(3000, 50)  # most are longer than a row of 16
     token_T = np.concatenate(documents)
     start_D = np.cumsum([0, *map(len, documents)])[:-1]
@@ -91,7 +93,9 @@ def test_each_target_of_each_document_comes_once_however_documents_are_cut(marks
         )
         for first, last, skip in parts
     ]
-    rows = packing.packed(Spans(ranges), LENGTH, "", None)
+    others = [dataclasses.replace(each, marks_end=not marks_end) for each in ranges]
+    packing.packed(Spans(others), LENGTH, "", tmp_path)
+    rows = packing.packed(Spans(ranges), LENGTH, "", tmp_path)
     wanted = Counter()
     for span in ranges:
         edges = [span.first, *span.start_D.tolist(), span.last]
