@@ -68,8 +68,13 @@ def _rate(job: Job) -> str:
     whose = " of these machines, which are rehearsed" if job.config.run.rehearse else ""
     return (
         f"rate        {job.step_tokens / step_s:,.0f} tokens/s{utilisation} predicted{whose}; "
-        f"{counted(steps, 'step', form=',')} in {units.duration(steps * step_s)}"
+        f"{counted(steps, 'step', form=',')} in {_at_most(job)}{units.duration(steps * step_s)}"
     )
+
+
+def _at_most(job: Job) -> str:
+    """The words before what a run takes whose first batches are smaller: all count as whole."""
+    return "at most " if job.config.train.rampup else ""
 
 
 def _schedule(job: Job) -> list[str]:
@@ -153,5 +158,6 @@ def _price(job: Job) -> list[str]:
     parts = ", ".join(f"{name} {part:.3g}" for name, part in items.items())
     return [
         f"price       {dollars:.3g} dollars a step ({parts}), {tokens / dollars:,.0f} tokens a "
-        f"dollar; {dollars * train.steps:,.2f} for {counted(train.steps, 'step', form=',')}"
+        f"dollar; {_at_most(job)}{dollars * train.steps:,.2f} for "
+        f"{counted(train.steps, 'step', form=',')}"
     ]

@@ -126,24 +126,35 @@ def _partners(config: Config, topology: Topology, plan: Plan) -> Iterator[str]:
 
 
 def _encryption(config: Config, plan: Plan) -> Iterator[str]:
-    if config.distributed.encrypt == "never" or plan.islands:
+    """The line of what is encrypted between stages, and in meetings of islands."""
+    if config.distributed.encrypt == "never":
         return
-    neighbours = itertools.pairwise(plan.stages[stage] for stage, _ in plan.chunks)
-    pairs = [(a, b) for a, b in neighbours if a.nodes != b.nodes]
-    if config.distributed.encrypt == "auto":
-        pairs = [(a, b) for a, b in pairs if a.cluster != b.cluster]
-    if not pairs:
-        return
-    num_bytes = 2 * plan.microbatches * plan.boundary_bytes
     of_node: Counter[str] = Counter()
-    for a, b in pairs:
-        # The nodes of the smaller stage share what crosses, each with one of the other stage.
-        flows = list(zip(a.nodes, b.nodes, strict=False))
-        for node in itertools.chain.from_iterable(flows):
-            of_node[node] += num_bytes / len(flows)  # type: ignore[assignment]
-    names = sorted({" and ".join(sorted({a.cluster, b.cluster})) for a, b in pairs})
+    num_bytes, names = 0.0, set[str]()
+    for pipeline in plan.islands or (plan,):
+        neighbours = itertools.pairwise(pipeline.stages[stage] for stage, _ in pipeline.chunks)
+        pairs = [(a, b) for a, b in neighbours if a.nodes != b.nodes]
+        if config.distributed.encrypt == "auto":
+            pairs = [(a, b) for a, b in pairs if a.cluster != b.cluster]
+        of_pair = 2 * pipeline.microbatches * pipeline.boundary_bytes
+        for a, b in pairs:
+            # The nodes of the smaller stage share what crosses, each with one of the other stage.
+            flows = list(zip(a.nodes, b.nodes, strict=False))
+            for node in itertools.chain.from_iterable(flows):
+                of_node[node] += of_pair / len(flows)  # type: ignore[assignment]
+        num_bytes += of_pair * len(pairs)
+        names |= {" and ".join(sorted({a.cluster, b.cluster})) for a, b in pairs}
+    if len(plan.islands) > 1 and plan.meeting is not None and plan.meeting.mailbox is None:
+        for island, sent in zip(plan.islands, plan.meeting.bytes, strict=True):
+            nodes = {node for stage in island.stages for node in stage.nodes}
+            for node in nodes:  # which receives as much as it sends
+                of_node[node] += 2 * sent / plan.meeting.every / len(nodes)  # type: ignore[assignment]
+        num_bytes += sum(plan.meeting.bytes) / plan.meeting.every
+        names.add("islands")
+    if not num_bytes:
+        return
     yield (
-        f"encrypted   {show(num_bytes * len(pairs), 'B')} a step, between {', '.join(names)}: "
+        f"encrypted   {show(num_bytes, 'B')} a step, between {', '.join(sorted(names))}: "
         f"{show(max(of_node.values()) / TLS_BYTES_PER_S, 's')} of a core of the busiest node; "
         "nothing on one machine"
     )

@@ -12,6 +12,7 @@ from holmesjax.checkpoints import writing
 from holmesjax.config import DistributedConfig
 from holmesjax.parallel.mesh import build_meshes
 from holmesjax.plan import save_costs
+from holmesjax.plan.plan import MeetingCost
 from tests.clusters import make_config
 from tests.stated_plans import IB_ROCE, plan_of
 
@@ -66,3 +67,12 @@ def test_encryption_is_charged_to_the_node_that_has_most_of_it(encrypt, stages, 
     config = dataclasses.replace(make_config(), distributed=DistributedConfig(encrypt=encrypt))
     line = save_costs.describe(config, IB_ROCE, plan)[-1]
     assert line.endswith(f": {seconds} of a core of the busiest node; nothing on one machine")
+
+
+def test_what_islands_exchange_is_encrypted_too():
+    """The one node of each sends and receives, once in two steps, what takes it a second each."""
+    meeting = MeetingCost(every=2, bytes=(save_costs.TLS_BYTES_PER_S,) * 2, seconds=1.0)
+    islands = plan_of(A), plan_of(C)
+    plan = dataclasses.replace(plan_of(A, C), islands=islands, meeting=meeting)
+    line = save_costs.describe(make_config(), IB_ROCE, plan)[-1]
+    assert "between islands: 1 s of a core of the busiest node" in line
