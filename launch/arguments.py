@@ -282,6 +282,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="put each prompt into the chat template, as a user's words",
     )
     add("--messages", metavar="JSON", help="a file with a dialogue to continue, as --chat does")
+    variables = "an object with more variables for the chat template, beside those of the run"
+    add("--chat-template-kwargs", metavar="JSON", help=variables)
     planned = "cut the model into the stages of the run's plan, on devices of this host"
     add("--as-planned", action="store_true", help=planned)
     add("--ema", action="store_true", help="take the average of the weights (optimizer.ema_decay)")

@@ -3,6 +3,7 @@
 from holmesjax.config.data_sections import (
     BYTES,
     MIXTURE,
+    OF_DIALOGUES,
     PYTHON_STDLIB,
     DataConfig,
     MixedCorpus,
@@ -61,6 +62,7 @@ __all__ = [
     "EXPERT_BLOCK",
     "LORA_TARGETS",
     "MIXTURE",
+    "OF_DIALOGUES",
     "PYTHON_STDLIB",
     "TABLE",
     "WINDOW_BLOCK",

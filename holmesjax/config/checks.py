@@ -141,6 +141,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         training_checks.decay_is_for_schedules_with_one,
     ),
     ("data",): (
+        data_checks.variables_are_for_templates,
         data_checks.corpus_or_mixture,
         data_checks.names_are_of_one,
         data_checks.weights_are_of_the_mixture,

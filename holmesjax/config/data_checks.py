@@ -1,8 +1,15 @@
 """Rules of corpora, mixtures and documents."""
 
+import json
 from collections.abc import Iterator
 
-from holmesjax.config.data_sections import MIXTURE, PYTHON_STDLIB, DataConfig
+from holmesjax.config.data_sections import (
+    BYTES,
+    MIXTURE,
+    OF_DIALOGUES,
+    PYTHON_STDLIB,
+    DataConfig,
+)
 from holmesjax.config.data_sources import SOURCES
 from holmesjax.config.mistakes import wrong
 from holmesjax.config.model_sections import ModelConfig
@@ -90,6 +97,23 @@ def weights_are_of_the_mixture(data: DataConfig) -> Iterator[ConfigError]:
         if not any(change.weights.values()):
             problem, fix = "must have a weight above 0", "give one corpus a weight"
             yield wrong(f"{where}.weights", problem, dict(change.weights), fix)
+
+
+def variables_are_for_templates(data: DataConfig) -> Iterator[ConfigError]:
+    where, said = "data.chat_template_kwargs", data.chat_template_kwargs
+    if said is None:
+        return
+    if data.tokenizer == BYTES:
+        fix = "leave it out, or name a data.tokenizer that has a template"
+        yield wrong(where, "is for a chat template, and bytes have none", said, fix)
+    for name in sorted({*said} & {*OF_DIALOGUES}):
+        problem = "is of each dialogue, and no variable for all"
+        yield wrong(f"{where}.{name}", problem, said[name], "leave it out")
+    try:
+        json.dumps(said, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        fix = "write texts, numbers, true, false, null, lists or names with values"
+        yield wrong(where, "has a value that JSON does not have", error, fix)
 
 
 def packs(data: DataConfig) -> bool:

@@ -1,6 +1,6 @@
 """The section `data` of a run file, with its parts."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -12,6 +12,8 @@ from holmesjax.files import schema
 MIXTURE = "mixture"  # a corpus that stands for those of `data.mixture`
 PYTHON_STDLIB = "python-stdlib"  # a corpus that every machine has
 BYTES = "bytes"  # the tokenizer without files
+# Variables of a chat template that depend on what is rendered.
+OF_DIALOGUES = ("messages", "tools", "add_generation_prompt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -54,6 +56,8 @@ class DataConfig:
     pattern: Text | None = None
     # The word bytes, or a folder or file of a Hugging Face, tiktoken or sentencepiece tokenizer.
     tokenizer: Text = BYTES
+    # Variables for the chat template of the tokenizer, such as {enable_thinking: false}.
+    chat_template_kwargs: dict[str, Any] | None = None
     # Share of the data that is held out for validation. Text files are chosen by a hash of their
     # path.
     validation_fraction: Fraction = 0.05

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holmesjax.config import BYTES, Config, DataConfig
+from holmesjax.config import BYTES, OF_DIALOGUES, Config, DataConfig
 from holmesjax.data import (
     chat_template,
     corpus_files,
@@ -35,7 +35,7 @@ from holmesjax.data import (
     tokenizer_paths,
 )
 from holmesjax.data.byte_tokenizer import BEGIN
-from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, Message, Tools
+from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, Message, Tools, Variables
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
 from holmesjax.data.file_kinds import JSON
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
@@ -45,6 +45,7 @@ from holmesjax.errors import DataError
 
 WHERE = "data.corpus"
 VERSION = 3  # raised when the same dialogue gives other tokens
+VARIABLES = "chat_template_kwargs"  # the field of a line with variables for the template
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
 
@@ -56,14 +57,16 @@ class Dialogue(NamedTuple):
 
     messages: Sequence[Message]
     tools: Tools = None
+    variables: Variables = chat_template.NONE  # of its own, for the template
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """All that it says, each text with its place."""
         for number, message in enumerate(self.messages, 1):
             others = {key: value for key, value in message.items() if key != "content"}
-            yield f"message {number}", message["content"]
+            yield f"message {number}", message.get("content") or ""
             yield f"message {number}", json.dumps(others, ensure_ascii=False)
         yield "its tools", json.dumps(self.tools, ensure_ascii=False)
+        yield f"its {VARIABLES}", json.dumps({**self.variables}, ensure_ascii=False)
 
 
 # The tokens of a dialogue, and whether the assistant says each of them.
@@ -74,7 +77,7 @@ def look(config: Config) -> None:
     """Reads the first dialogue of each file. Raises HolmesError."""
     data = config.data
     if data.tokenizer != BYTES:
-        tokenizer = tokenizer_files.load(data.tokenizer)
+        tokenizer = tokenizer_files.of_run(data)
         tokenizer_files.check_vocabulary(config.model, tokenizer.num_of_dialogues)
     encode = _encoder(data)
     for file in _files(data).files:
@@ -93,6 +96,7 @@ def read(config: DataConfig, length: int) -> Splits:
     if config.tokenizer != BYTES:
         its_files = tokenizer_paths.find(config.tokenizer)
         about += [its_files.identity, chat_template.sources(its_files)]
+        about += [config.chat_template_kwargs]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     root = object_stores.path_of(config.corpus)
     beside = None if object_stores.is_remote(root) else root if root.is_dir() else root.parent
@@ -201,26 +205,32 @@ def _dialogue(found: Any, where: str) -> Dialogue:
         fix = f'write lines as {EXAMPLE}, or as {{"prompt": "...", "answer": "..."}}'
         raise DataError(where, "is no dialogue", found=shown or "{}", fix=fix)
     for number, message in enumerate(said, 1):
-        words = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(words, str) or not isinstance(message.get("role"), str):
+        if not _is_message(message):
             fix = 'write a message as {"role": "user", "content": "..."}'
             problem = f"has no role and text in message {number}"
             raise DataError(where, problem, found=json.dumps(message), fix=fix)
-        is_answer = message["role"] == "assistant"
-        if is_answer and (weight := message.get("weight", 1)) not in (1, None):
-            problem = f"has a weight in message {number}, and all answers count alike"
+        if key := _counted_otherwise(message):
+            problem = f"has a {key} in message {number}, and all answers count alike"
             fix = "leave the dialogue out, or end it before this message"
-            raise DataError(where, problem, found=json.dumps(weight), fix=fix)
-    if not any(message["role"] == "assistant" and message["content"] for message in said):
+            raise DataError(where, problem, found=json.dumps(message[key]), fix=fix)
+    if not any(message["role"] == "assistant" and _is_said(message) for message in said):
         roles = ", ".join(message["role"] for message in said)
         fix = "give it an answer of the role assistant, or leave it out"
         raise DataError(where, "has nothing that a model is to say", found=roles, fix=fix)
+    if found.get("functions") is not None:
+        fix = 'write them as "tools": [{"type": "function", "function": {...}}]'
+        raise DataError(where, "has functions of an older form", found="functions", fix=fix)
     tools = found.get("tools")
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not is_list:
         fix = "write a list of objects, or leave it out"
         raise DataError(where, "has tools that are none", found=json.dumps(tools), fix=fix)
-    dialogue = Dialogue(said, tools)
+    variables = found.get(VARIABLES) or {}
+    if not isinstance(variables, dict) or (kept := {*variables} & {*OF_DIALOGUES}):
+        shown = json.dumps(variables if not isinstance(variables, dict) else sorted(kept))
+        fix = 'write names with values, such as {"enable_thinking": false}, or leave it out'
+        raise DataError(where, f"has {VARIABLES} that are none", found=shown, fix=fix)
+    dialogue = Dialogue(said, tools, variables)
     for place, words in dialogue.texts():
         text_documents.refuse_half_characters(words, where)
         if mark := next((mark for mark in (BEGIN_MARK, END_MARK) if mark in words), None):
@@ -229,11 +239,39 @@ def _dialogue(found: Any, where: str) -> Dialogue:
     return dialogue
 
 
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and a text; an answer that calls tools may have none, or null."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    words = message.get("content")
+    return isinstance(words, str) or (words is None and _calls_tools(message))
+
+
+def _calls_tools(message: Message) -> bool:
+    calls = message.get("tool_calls")
+    return message["role"] == "assistant" and isinstance(calls, list) and len(calls) > 0
+
+
+def _is_said(message: Message) -> bool:
+    return bool(message.get("content")) or _calls_tools(message)
+
+
+def _counted_otherwise(message: Message) -> str | None:
+    """The field that asks for another loss than that of answers, as other trainers have it."""
+    is_answer = message["role"] == "assistant"
+    usual = {
+        **dict.fromkeys(("train", "training"), (is_answer, None)),
+        **dict.fromkeys(("train_detail", "training_detail"), (None,)),
+        **({"weight": (1, None)} if is_answer else {}),
+    }
+    return next((key for key, values in usual.items() if message.get(key) not in values), None)
+
+
 def _encoder(config: DataConfig) -> Encode:
     """The function that makes tokens of dialogues. Raises DataError for a tokenizer without one."""
     if config.tokenizer == BYTES:
         return _bytes_of
-    tokenizer = tokenizer_files.load(config.tokenizer)
+    tokenizer = tokenizer_files.of_run(config)
     if (template := tokenizer.template) is None:
         return _plain_encoder(tokenizer)
 
@@ -280,8 +318,13 @@ def _bytes_of(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
 
 def _pair(dialogue: Dialogue, where: str) -> tuple[str, str]:
     roles = [message["role"] for message in dialogue.messages]
-    if roles != ["user", "assistant"] or dialogue.tools is not None:
-        found = ", ".join(roles) + (", tools" if dialogue.tools is not None else "")
+    others = {
+        "tools": dialogue.tools is not None,
+        "tool_calls": any(map(_calls_tools, dialogue.messages)),
+        VARIABLES: bool(dialogue.variables),
+    }
+    if roles != ["user", "assistant"] or any(others.values()):
+        found = ", ".join([*roles, *(name for name, is_there in others.items() if is_there)])
         fix = "use a tokenizer with a chat template, or write a prompt and an answer"
         problem = "is a dialogue, and data.tokenizer has no chat template"
         raise DataError(where, problem, found=found, fix=fix)

@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from holmesjax.errors import DataError
 LONGEST_S = 5.0
 Message = Mapping[str, Any]  # "role" and "content"
 Tools = Sequence[Mapping[str, Any]] | None  # that a model may call; None: none are named
+Variables = Mapping[str, Any]  # that a template sees, by name
+NONE: Variables = types.MappingProxyType({})
 WHERE = "--chat"
 DEFAULT, FOR_TOOLS = "default", "tool_use"  # of several templates
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -62,7 +65,7 @@ class ChatTemplate:
 
     where: str  # for messages
     source: str
-    special: Mapping[str, str]  # tokens by name: bos_token and others
+    variables: Variables  # that all dialogues have: tokens by name, such as bos_token
     for_tools: str | None = None  # in place of `source` where a dialogue has tools
 
     @classmethod
@@ -81,7 +84,7 @@ class ChatTemplate:
         return found_template
 
     @classmethod
-    def of(cls, files: TokenizerFiles, special: Mapping[str, str]) -> "ChatTemplate | None":
+    def of(cls, files: TokenizerFiles, variables: Variables) -> "ChatTemplate | None":
         """The template that the files of a tokenizer have; None if they have none.
 
         Raises DataError for several, none of which is the usual one.
@@ -94,14 +97,25 @@ class ChatTemplate:
                 raise DataError(str(files.main.parent), problem, found=shown, fix=fix)
             return None
         where, for_tools = str(files.main.parent), found.get(FOR_TOOLS)
-        return cls(where=where, source=source, special=special, for_tools=for_tools)
+        return cls(where=where, source=source, variables=variables, for_tools=for_tools)
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The text of a dialogue. Raises DataError for a template that fails."""
-        return self._in_time(lambda: self._render(messages, is_marked=False, **variables))
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        own: Variables = NONE,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The text of a dialogue, which may have variables of its own.
+
+        Raises DataError for a template that fails.
+        """
+        asks = {"add_generation_prompt": add_generation_prompt}
+        return self._in_time(lambda: self._render(messages, tools, {**own, **asks}))
 
     def answers(
-        self, messages: Sequence[Message], tools: Tools = None
+        self, messages: Sequence[Message], tools: Tools = None, own: Variables = NONE
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole dialogue, and the ranges of it that a model says.
 
@@ -112,15 +126,16 @@ class ChatTemplate:
         Raises DataError for a template that fails.
         """
         if GENERATION.search(self._source(tools)):
-            render = lambda: self._render(messages, is_marked=True, tools=tools)
-            return _without_marks(self._in_time(render))
-        whole = self.render(messages, tools=tools)
+            marked = lambda: self._render(messages, tools, own, is_marked=True)
+            return _without_marks(self._in_time(marked))
+        render = functools.partial(self.render, tools=tools, own=own)
+        whole = render(messages)
         found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.render(messages[:number], tools=tools, add_generation_prompt=True)
-            turn = self.render(messages[: number + 1], tools=tools)
+            prompt = render(messages[:number], add_generation_prompt=True)
+            turn = render(messages[: number + 1])
             if not (turn.startswith(prompt) and whole.startswith(turn)):
                 problem = "has no blocks `generation`, and changes a turn where others follow"
                 fix = "write {% generation %} and {% endgeneration %} around what a model says"
@@ -153,14 +168,14 @@ class ChatTemplate:
     def _render(
         self,
         messages: Sequence[Message],
+        tools: Tools,
+        own: Variables,
         *,
-        is_marked: bool,
-        tools: Tools = None,
-        **variables: Any,
+        is_marked: bool = False,
     ) -> str:
         usual = {"tools": tools, "documents": None, "add_generation_prompt": False}
         said = [{key: x for key, x in turn.items() if x is not None} for turn in messages]
-        values = {**usual, **self.special, "messages": said, **variables}
+        values = {**usual, **self.variables, "messages": said, **own}
         return _compiled(self._source(tools), is_marked).render(values)
 
     def _in_time(self, render: Callable[[], str]) -> str:

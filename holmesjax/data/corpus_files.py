@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
 from holmesjax.data import file_kinds, object_stores
-from holmesjax.data.file_kinds import FileKind
+from holmesjax.data.file_kinds import EMPTY, FileKind
 from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 
@@ -75,7 +75,7 @@ def named_files(config: DataConfig) -> CorpusFiles:
     """The files of a folder, or the one that is named.
 
     A file that a pattern or the corpus names is to be read: one of a kind that is not read is
-    refused. Others of a folder are left out.
+    refused, unless it is an empty one of several. Others of a folder are left out.
 
     Raises DataError for what cannot be read, for damage at the beginning of a file, and where
     nothing is left to read.
@@ -88,9 +88,7 @@ def named_files(config: DataConfig) -> CorpusFiles:
         files = [CorpusFile(root.name, root, kind)]
     else:
         files = sorted(files_in(root, config, left_out))
-    if not any(file.path.stat().st_size for file in files):
-        for file in files:
-            left_out.add("empty file", file.name)
+    if not files:
         raise nothing(config, root, left_out)
     return CorpusFiles(files=files, left_out=left_out)
 
@@ -106,10 +104,10 @@ def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Corp
         name = path.relative_to(root).as_posix()
         if kind.is_read:
             yield CorpusFile(name, path, kind)
-        elif config.pattern is not None:
-            raise not_read(path, kind)
-        else:
+        elif config.pattern is None or kind.content == EMPTY:
             left_out.add(kind.words, name)
+        else:
+            raise not_read(path, kind)
 
 
 def is_file(config: DataConfig, root: Path) -> bool:
@@ -136,6 +134,7 @@ def kind_of(path: Path) -> FileKind:
 def not_read(path: Path, kind: FileKind, *, is_named: bool = False) -> DataError:
     """The refusal of a file of a kind that is not read."""
     fix = "unpack it, or write it as text, JSON lines or parquet"
+    fix = "name another file" if kind.content == EMPTY else fix
     fix += "" if is_named else "; or leave it out by data.pattern"
     return DataError(str(path), "is of a kind that is not read", found=kind.words, fix=fix)
 

@@ -27,6 +27,9 @@ CSV, TSV = "CSV table", "TSV table"  # whose first row has the names of columns
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
 READ = (TEXT, *JSON, CSV, TSV, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
+EMPTY = "empty file"  # such as the `_SUCCESS` of Spark: no document
+TABLES_ABOUT = ("_metadata", "_common_metadata")  # parquet files about the others of a folder
+ABOUT_TABLES = "metadata of parquet files"
 OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
 POINTER = "pointer of Git LFS"  # in place of a large file
 
@@ -116,13 +119,15 @@ def kind_of(path: Path) -> FileKind:
     if content == TEXT and ending == ".json":
         start = head.removeprefix(codecs.BOM_UTF8)
         content = next((kind for line, kind in BEGINNINGS.items() if line.match(start)), content)
-    if content not in (TEXT, BINARY):
+    if content not in (TEXT, BINARY, EMPTY):
         promise = None
-    if wanted and not packing and content in (TEXT, BINARY):
+    if wanted and not packing and content in (TEXT, BINARY, EMPTY):
         found = f"it begins with {head[:8]!r}" if head else "it is empty"
         raise damaged(str(path), f"{wanted} file", found)
     if promise and (content == TEXT or promise not in (LINES, CSV, TSV)):
         content = promise
+    if content == PARQUET and path.name in TABLES_ABOUT:
+        content = ABOUT_TABLES
     if packing and content in (PARQUET, ARROW, ARRAY_RECORD):
         content = f"compressed {content}"
     return FileKind(content, packing)
@@ -138,6 +143,8 @@ def _head(file: Any) -> bytes:
 
 def _content(head: bytes, *, is_whole: bool) -> str:
     """The content that the first bytes show, or all bytes of a short file."""
+    if not head:
+        return EMPTY
     for mark, name in MAGIC.items():
         if head.startswith(mark):
             return name

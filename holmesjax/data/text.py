@@ -115,14 +115,14 @@ def _tokens_of(
 
 def read(config: DataConfig, length: int) -> Splits:
     """Reads all files of the corpus."""
-    by = None if config.tokenizer == BYTES else tokenizer_files.load(config.tokenizer)
+    by = None if config.tokenizer == BYTES else tokenizer_files.of_run(config)
     return cut(corpora.read(config), length, by, packs=config.packing is not None)
 
 
 def tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer == BYTES:
         return ByteTokenizer()
-    return tokenizer_files.load(config.tokenizer)
+    return tokenizer_files.of_run(config)
 
 
 def look(config: Config) -> None:
@@ -133,7 +133,7 @@ def look(config: Config) -> None:
     has too few tokens; `batches` finds the other ones.
     """
     if config.data.tokenizer != BYTES:
-        tokenizer = tokenizer_files.load(config.data.tokenizer)
+        tokenizer = tokenizer_files.of_run(config.data)
         tokenizer_files.check_vocabulary(config.model, tokenizer.num_used)
     train, length = config.train, config.model.context_length
     num_batches = {"train": 1, "validation": train.eval_batches if train.eval_every else 0}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from holmesjax.config import BYTES, ModelConfig
+from holmesjax.config import BYTES, DataConfig, ModelConfig
 from holmesjax.data import (
     chat_template,
     tokenizer_conversions,
@@ -67,6 +67,7 @@ class FileTokenizer:
     files: TokenizerFiles | None  # None: bytes
     inner: Any  # of the library `tokenizers`; a special token in a text is text for it
     said: Marks  # of its files
+    variables: Mapping[str, Any] | None = None  # for its template
     num_tokens: int
     num_used: int  # more than any token of a corpus; of marks, a corpus has few
     end: int  # the mark behind a document
@@ -75,7 +76,9 @@ class FileTokenizer:
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, if there is one."""
-        return None if self.files is None else ChatTemplate.of(self.files, self.said.named)
+        if self.files is None:
+            return None
+        return ChatTemplate.of(self.files, {**self.said.named, **(self.variables or {})})
 
     @functools.cached_property
     def marks(self) -> dict[str, int]:
@@ -222,8 +225,13 @@ class FileTokenizer:
             path.write_bytes(source.encode())
 
 
-def load(path: str | Path) -> FileTokenizer:
-    """Reads a tokenizer. Raises DataError for files that are none, or lack what a run needs."""
+def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTokenizer:
+    """Reads a tokenizer. Raises DataError for files that are none, or lack what a run needs.
+
+    Args:
+      path: a folder, or the file with the pieces.
+      variables: for its chat template, as `data.chat_template_kwargs`.
+    """
     files = find(path)
     converted = tokenizer_conversions.of(files)
     marks = tokenizer_marks.read(files)
@@ -237,7 +245,12 @@ def load(path: str | Path) -> FileTokenizer:
     if "eos_token" not in marks.named and not chat_template.sources(files):
         # Of a template, no variable may appear that its files do not define.
         marks = replace(marks, named={**marks.named, "eos_token": converted.inner.id_to_token(end)})
-    return _of(converted.inner, marks, files, end, model_ends)
+    return _of(converted.inner, marks, files, end, model_ends, variables)
+
+
+def of_run(data: DataConfig, path: str | Path | None = None) -> FileTokenizer:
+    """Reads the tokenizer of a run, or its copy at another path."""
+    return load(path or data.tokenizer, data.chat_template_kwargs)
 
 
 def of_bytes() -> FileTokenizer:
@@ -252,6 +265,7 @@ def _of(
     files: TokenizerFiles | None,
     end: int,
     model_ends: Sequence[int],
+    variables: Mapping[str, Any] | None = None,
 ) -> FileTokenizer:
     inner.encode_special_tokens = True
     numbers = set(inner.get_vocab(with_added_tokens=True).values())
@@ -260,6 +274,7 @@ def _of(
         files=files,
         inner=inner,
         said=marks,
+        variables=variables,
         num_tokens=1 + max(numbers),
         num_used=1 + max(numbers - special | {end, *inner.encode("").ids}),
         end=end,

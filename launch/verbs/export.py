@@ -67,7 +67,7 @@ def _tokenizer(run_dir: Path, found: Checkpoint, kept: Path) -> FileTokenizer | 
     data = DataConfig(**found.settings["data"])
     if data.tokenizer != BYTES:
         own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
-        return tokenizer_files.load(own)
+        return tokenizer_files.of_run(data, own)
     if SOURCES[data.source].has_tokens:
         return tokenizer_files.of_bytes()
     return tokenizer_files.load(kept) if tokenizer_paths.has_one(kept) else None

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax import hub_names, job
-from holmesjax.config import AUTO, ModelConfig
+from holmesjax.config import AUTO, OF_DIALOGUES, ModelConfig
 from holmesjax.data import chat_template, tokenizer_files
 from holmesjax.data.chat_template import ChatTemplate
 from holmesjax.distributed.messages import Texts
 from holmesjax.errors import ConfigError, DamagedError
-from holmesjax.files import yaml_files
+from holmesjax.files import json_text, yaml_files
 from holmesjax.generation.sampler import (
     Continuation,
     Sampler,
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.run_dir)
     is_run = yaml_files.may_be_file(folder / job.CONFIG)
     is_chat = args.chat or args.messages is not None
+    variables = _variables(args, is_chat=is_chat)
     said = [chat_template.of_user(prompt) for prompt in prompts]
     if args.messages is not None:
         said = [chat_template.read_messages(Path(args.messages))]
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     known: Sequence[str | Sequence[int]] = prompts
     if is_chat:
         ChatTemplate.load(tokenizer)  # or says why not
-        of_answers = tokenizer_files.load(tokenizer)
+        of_run = job.load_config(folder).data.chat_template_kwargs if is_run else None
+        of_answers = tokenizer_files.load(tokenizer, {**(of_run or {}), **variables})
         known = [of_answers.answer_prompt(messages) for messages in said]
     streams = len(prompts) == 1 and not args.json
     if streams and not is_chat:
@@ -97,6 +99,25 @@ def _refuse_wrong(args: argparse.Namespace) -> None:
         raise ConfigError(" and ".join(several), problem, found=found, fix=fix)
     reads = LAUNCHERS[args.launcher].reads if args.launcher else ()
     table.refuse_useless_options({"--hosts": args.hosts, "--listen": args.listen}, reads)
+
+
+def _variables(args: argparse.Namespace, *, is_chat: bool) -> dict[str, Any]:
+    """The variables of the chat template that the command names. Raises ConfigError."""
+    where, said = "--chat-template-kwargs", args.chat_template_kwargs
+    if said is None:
+        return {}
+    if not is_chat:
+        fix = "add --chat, or leave it out"
+        raise ConfigError(where, "is for a chat template", found=said, fix=fix)
+    fix = """write an object of JSON, such as '{"enable_thinking": false}'"""
+    try:
+        found = json_text.value_of(said)
+    except ValueError as error:
+        raise ConfigError(where, "is no JSON", found=error, fix=fix) from None
+    if not isinstance(found, dict) or {*found} & {*OF_DIALOGUES}:
+        problem = f"must be names with values, none of them {', '.join(OF_DIALOGUES)}"
+        raise ConfigError(where, problem, found=said, fix=fix)
+    return found
 
 
 def _warn(text: str) -> None:

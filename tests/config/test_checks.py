@@ -520,6 +520,16 @@ train.eval_every=5 data.validation_fraction=0
 data.validation_fraction: must be more than 0: train.eval_every = 5 asks for validation
   found: 0.0
   fix: use 0.05, or set train.eval_every to 0
+
+data.chat_template_kwargs={"thinks":true}
+data.chat_template_kwargs: is for a chat template, and bytes have none
+  found: {'thinks': True}
+  fix: leave it out, or name a data.tokenizer that has a template
+
+data.chat_template_kwargs={"tools":[]} data.tokenizer=t
+data.chat_template_kwargs.tools: is of each dialogue, and no variable for all
+  found: []
+  fix: leave it out
 """
 
 

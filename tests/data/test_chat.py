@@ -153,6 +153,27 @@ def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, mon
             "a weight in message 1",
             "0",
         ),
+        (
+            '{"messages": [{"role": "assistant", "content": "b", "train": false}]}',
+            "a train in message 1",
+            "false",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a", "training": true}]}',
+            "a training in message 1",
+            "true",
+        ),
+        ('{"prompt": "a", "answer": "b", "functions": []}', "functions of an older", "functions"),
+        (
+            '{"prompt": "a", "answer": "b", "chat_template_kwargs": {"messages": 1}}',
+            "chat_template_kwargs that are none",
+            "messages",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
+            "no role and text in message 1",
+            "null",
+        ),
     ],
 )
 def test_a_line_that_is_no_dialogue_is_refused_with_its_place(
@@ -167,6 +188,37 @@ def test_a_line_that_is_no_dialogue_is_refused_with_its_place(
     assert problem in error.value.problem
     assert found in str(error.value.found)
     assert not list(corpus.glob(f"{packing.FOLDER}/*"))  # nothing half made stays
+
+
+def test_a_template_sees_the_variables_of_a_run_and_of_a_line(tmp_path, folder):
+    """Those of `apply_chat_template(..., **chat_template_kwargs)`; a line's are the last."""
+    think = "{% if thinks is defined and not thinks %}<no>{% endif %}"
+    (folder / "chat_template.jinja").write_text(think + MARKED)
+    lines = [{"messages": TURNS}, {"messages": TURNS, "chat_template_kwargs": {"thinks": True}}]
+    corpus = write(tmp_path, lines)
+    decode = tokenizer_files.load(folder).decode
+
+    def begins(**changes):
+        rows = chat.read(settings(corpus, folder, **changes), 2 * LENGTH).train
+        return sorted(decode(inputs).startswith("<no>") for inputs, _ in trained(rows))
+
+    assert begins() == [False, False]
+    assert begins(chat_template_kwargs={"thinks": False}) == [False, True]
+
+
+def test_an_answer_may_call_tools_without_words(tmp_path, folder):
+    """Without a content, or with null; both are undefined for the template, as in transformers."""
+    calls = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endgen"
+    (folder / "chat_template.jinja").write_text(MARKED.replace("<|im_end|>{% endgen", calls))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    for answer in (call, {**call, "content": None}):
+        corpus = write(tmp_path, [{"messages": [TURNS[0], answer]}])
+        [(_, targets)] = trained(chat.read(settings(corpus, folder), 2 * LENGTH).train)
+        assert tokenizer_files.load(folder).decode(targets) == json.dumps(call["tool_calls"])
+    corpus = write(tmp_path, [{"messages": [TURNS[0], {**call, "content": "a"}]}])
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match=r"has no chat template\n  found: .*tool_calls"):
+        chat.read(settings(corpus, folder), LENGTH)
 
 
 def test_marks_of_turns_are_no_text_where_no_file_calls_them_special(tmp_path, folder):

@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def template(source, **special):
-    return ChatTemplate(where="here", source=source, special=special)
+    return ChatTemplate(where="here", source=source, variables=special)
 
 
 def test_known_templates_give_known_texts():
@@ -61,7 +61,7 @@ def test_a_dialogue_with_tools_has_the_template_for_them(source):
     """`transformers` takes `tool_use` wherever tools are named, also none."""
     tools = [{"name": "f"}]
     own = ChatTemplate(
-        where="here", source="no", special={}, for_tools="{{ tools | tojson }}" + source
+        where="here", source="no", variables={}, for_tools="{{ tools | tojson }}" + source
     )
     without = template(source).answers(TURNS)[0]
     text, answers = own.answers(TURNS, tools)

@@ -108,6 +108,9 @@ NOT_READ = {
     "arrays.json": (f"{ARRAY}\n{ARRAY}\n".encode(), "JSON without an object in a line"),
     "arrays.jsonl": (f"{ARRAY}\n".encode() * 1000, "JSON without an object in a line"),
     "no_mark.txt": ("text of Windows".encode("utf-16-le"), "UTF-16 without a mark"),
+    "_SUCCESS": (b"", "empty file"),  # of Spark
+    "none.txt.gz": (gzip.compress(b""), "empty file in gzip"),
+    "_metadata": (parquet_bytes(), "metadata of parquet files"),  # with the places of other files
     "a.parquet.gz": (gzip.compress(parquet_bytes()), "compressed parquet file in gzip"),
 }
 
@@ -237,19 +240,19 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     os.mkfifo(corpus / "pipe")
     assert tokenized(corpus, "--out", tmp_path / "none") == 2  # of nothing that is read
     said = capsys.readouterr().err
-    assert "holds no text\n  found: nothing but what is not read: 16 (" in said
+    assert "holds no text\n  found: nothing but what is not read: 19 (" in said
     (corpus / "a.jsonl").write_bytes(RAW)
     kinds = [*(kind for _, kind in NOT_READ.values()), "hidden file or folder", "pipe, socket"]
     out = tmp_path / "out"
     assert tokenized(corpus, "--out", out) == 0
     said = capsys.readouterr()
     for words in (said.out, said.err):
-        assert "left out: 16 (" in words
+        assert "left out: 19 (" in words
         assert all(f"{kind}" in words for kind in kinds)
     assert main(["data", str(corpus), "model.context_length=16"]) == 0
-    assert "left out    16 (" in capsys.readouterr().out
+    assert "left out    19 (" in capsys.readouterr().out
     assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(out / "b.json")]) == 0
-    assert "left out: 16 (" in capsys.readouterr().out
+    assert "left out: 19 (" in capsys.readouterr().out
     (out / "more.jsonl").write_bytes(RAW)
     (out / "b.json").rename(out / "other.json")
     (out / "empty.gz").touch()

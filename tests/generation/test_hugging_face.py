@@ -84,7 +84,8 @@ def write_chains(path, *chains):
 def test_generate_ends_an_answer_with_its_turn_and_at_what_stop_names(tmp_path, capsys):
     """The end of a turn is in the template alone, and the end of the tokenizer comes nowhere."""
     path = tmp_path / "hf"
-    config = {"eos_token": "<|endoftext|>", "chat_template": tokenizer_kinds.CHATML}
+    quiet = "{% if quiet is defined and add_generation_prompt %}x{% endif %}"
+    config = {"eos_token": "<|endoftext|>", "chat_template": tokenizer_kinds.CHATML + quiet}
     tokenizer_kinds.write(path, tokenizer_kinds.byte_level(), config)
     tokenizer = tokenizer_files.load(path)
     words, more = tokenizer.encode("on time").tolist(), tokenizer.encode("luck").tolist()
@@ -98,6 +99,11 @@ def test_generate_ends_an_answer_with_its_turn_and_at_what_stop_names(tmp_path, 
         (["--chat", "--prompt", "When?", "--stop", " time"], "on", "stop"),
         (["--prompt", "x", "--stop", "<|im_start|>"], "luck", "stop"),
         (["--prompt", "x"], "luck", "length"),
+        (
+            ["--chat", "--prompt", "When?", "--chat-template-kwargs", '{"quiet": 1}'],
+            "luck",
+            "length",
+        ),
     ):
         words = ["--temperature=0", "--max-tokens", str(len(more) + 9), "--json", *options]
         assert main(["generate", str(path), *words]) == 0

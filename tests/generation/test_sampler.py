@@ -205,6 +205,9 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(capsys, option, v
         (("--devices=2", "--launcher=local"), "--devices and --launcher"),
         (("--messages=a.json", "--prompt=a"), "--messages"),
         (("--messages=a.json",), "--messages a.json"),
+        (("--chat-template-kwargs={}",), "--chat-template-kwargs"),
+        (("--chat", "--chat-template-kwargs={"), "--chat-template-kwargs"),
+        (("--chat", '--chat-template-kwargs={"tools": []}'), "--chat-template-kwargs"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(capsys, options, where):
