@@ -28,6 +28,7 @@ from holmesjax.data.tokenizer_marks import Marks
 from holmesjax.data.tokenizer_paths import (
     CONFIG,
     MAIN,
+    OF_MODEL,
     TEMPLATE,
     TEMPLATES,
     TokenizerFiles,
@@ -49,8 +50,10 @@ USUAL_NAMES = {*NAMES, "sep_token", "cls_token", "mask_token"}  # that every cla
 # The class of this family makes a split of its own in `transformers` 5, whatever tokenizer.json
 # says, but where a folder names code of its own. There is no code here, so none can run.
 OWN_SPLIT = {"qwen2": {"trust_remote_code": True}}
-# What classes of BERT put above the normalizer, its name in tokenizer.json, and their default.
+# What classes of BERT put above the normalizer, its name in tokenizer.json, and their default. A
+# part of the name of a class, or of the type of a model beside it, says that it is one of them.
 BERT = "BertNormalizer"
+OF_BERTS = ("bert", "dpr", "electra", "funnel", "layoutlm", "lxmert", "mpnet", "realm", "splinter")
 OF_BERT = {
     "do_lower_case": ("lowercase", True),
     "strip_accents": ("strip_accents", None),
@@ -192,6 +195,16 @@ class FileTokenizer:
             "pad_token_id": of("pad_token"),
         }
 
+    def _flagged(self) -> dict[str, str]:
+        """The flags of marks that are not those of a usual special token, in words."""
+        is_changed = str(self.inner.normalizer) not in ("None", "NFC()")  # so `normalized` counts
+        names = ("lstrip", "rstrip", "single_word", *(("normalized",) if is_changed else ()))
+        found = {}
+        for token in self.inner.get_added_tokens_decoder().values():
+            if flags := [name for name in names if getattr(token, name)]:
+                found[token.content] = ", ".join(flags)
+        return found
+
     def is_of(self, folder: Path) -> bool:
         """Whether a folder holds this tokenizer."""
         if self.files is None or not tokenizer_paths.has_one(folder):
@@ -201,24 +214,36 @@ class FileTokenizer:
     def write(self, folder: Path, family: str = "") -> None:
         """Writes all that `transformers` needs to give the same tokens and texts of dialogues.
 
+        Raises DataError for an end or another usual mark whose flags it would lose.
+
         Args:
           folder: to write into.
           family: of the model beside it, such as llama, if there is one.
         """
         self.inner.save(str(folder / MAIN))
         said = {} if self.files is None else self.files.json(CONFIG)
+        sources = {} if self.files is None else chat_template.sources(self.files)
+        # A mark without its name keeps its flags: that class adds those with a name once more.
+        lost = self._flagged() if family in OWN_SPLIT else {}
+        for name, token in self.said.named.items():
+            is_needed = name in NAMES or any(name in source for source in sources.values())
+            if is_needed and token in lost:
+                where = BYTES if self.files is None else str(self.files.main)
+                problem = f"gives {name} flags that transformers drops beside a {family}"
+                fix = "make them false"
+                raise DataError(where, problem, found=f"{token}: {lost[token]}", fix=fix)
+        named = {name: token for name, token in self.said.named.items() if token not in lost}
         config = {key: said[key] for key in KEPT if key in said} | CLASS
-        config |= dict.fromkeys(NAMES) | dict(self.said.named) | OWN_SPLIT.get(family, {})
-        own = {name: token for name, token in self.said.named.items() if name not in USUAL_NAMES}
+        config |= dict.fromkeys(NAMES) | named | OWN_SPLIT.get(family, {})
+        own = {name: token for name, token in named.items() if name not in USUAL_NAMES}
         if own:
             config["extra_special_tokens"] = own  # where transformers 4 looks for them
-        if self.said.others:
-            config["additional_special_tokens"] = list(self.said.others)
+        if others := [token for token in self.said.others if token not in lost]:
+            config["additional_special_tokens"] = others
         split = json.loads(self.inner.to_str())["pre_tokenizer"] or {}
         if "add_prefix_space" in split:  # transformers 4 would take it as false
             config["add_prefix_space"] = split["add_prefix_space"]
         write_json(folder / CONFIG, config)
-        sources = {} if self.files is None else chat_template.sources(self.files)
         for name, source in sources.items():
             path = folder / (TEMPLATE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja")
             path.parent.mkdir(exist_ok=True)
@@ -309,7 +334,8 @@ def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
     if said.get(key) not in (None, begins):
         raise DataError(where, f"has another {key} than {MAIN}", found=said[key], fix=fix)
     own_class = said.get("tokenizer_class")
-    is_of_bert = "Bert" in str(own_class)
+    kind = str(own_class or files.json(OF_MODEL).get("model_type")).lower()
+    is_of_bert = any(part in kind for part in OF_BERTS)
     is_asked = normalizer.get("type") == BERT and (is_of_bert or own_class is None)
     for key, (name, default) in OF_BERT.items() if is_asked else ():
         value, other = said.get(key, default if is_of_bert else normalizer[name]), normalizer[name]

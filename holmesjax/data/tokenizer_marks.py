@@ -19,7 +19,7 @@ from holmesjax.data.tokenizer_paths import (
 )
 from holmesjax.errors import DataError
 
-LISTS = ("additional_special_tokens", "extra_special_tokens")
+LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 

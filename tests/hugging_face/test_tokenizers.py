@@ -152,24 +152,45 @@ def test_a_mark_with_a_name_has_its_flags(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, config, problem",
+    "kind, config, model, problem",
     [
-        ("ours", {"add_prefix_space": True}, "another add_prefix_space than tokenizer.json"),
-        ("ours", {"split_special_tokens": True}, "makes text of the marks of a template"),
-        ("word-piece", {"do_lower_case": False}, "another do_lower_case than tokenizer.json"),
+        ("ours", {"add_prefix_space": True}, None, "another add_prefix_space than tokenizer.json"),
+        ("ours", {"split_special_tokens": True}, None, "makes text of the marks of a template"),
+        ("word-piece", {"do_lower_case": False}, None, "another do_lower_case than tokenizer.json"),
         (
             "word-piece",
             {"tokenizer_class": "BertTokenizer", "strip_accents": False},
+            None,
             "another strip_accents than tokenizer.json",
         ),
+        (
+            "word-piece",
+            {"tokenizer_class": "ElectraTokenizerFast", "do_lower_case": False},
+            None,
+            "another do_lower_case than tokenizer.json",
+        ),
+        (
+            "word-piece",
+            {"tokenizer_class": "MPNetTokenizer", "tokenize_chinese_chars": False},
+            None,
+            "another tokenize_chinese_chars than tokenizer.json",
+        ),
+        ("cased", {}, "mpnet", "another do_lower_case than tokenizer.json"),  # true by default
     ],
 )
-def test_settings_that_contradict_the_pieces_are_refused(kind, config, problem, tmp_path):
+def test_settings_that_contradict_the_pieces_are_refused(kind, config, model, problem, tmp_path):
     """Classes of transformers 5 and 4.57 follow the settings, whatever tokenizer.json says.
 
     GPT2Tokenizer begins a text with a space, and BertTokenizer keeps capital letters.
     """
-    path = KINDS[kind](tmp_path / "t")
+    path = KINDS["word-piece" if kind == "cased" else kind](tmp_path / "t")
+    if kind == "cased":
+        pieces = json.loads((path / "tokenizer.json").read_text())
+        pieces["normalizer"]["lowercase"] = False
+        (path / "tokenizer.json").write_text(json.dumps(pieces))
+        assert tokenizer_files.load(path).ends  # alone it contradicts nothing
+    if model is not None:
+        (path / "config.json").write_text(json.dumps({"model_type": model}))
     said = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(said | config))
     with pytest.raises(DataError, match=problem):
@@ -198,15 +219,38 @@ def test_pieces_that_are_drawn_anew_each_time_are_refused(tmp_path):
         tokenizer_files.load(path)
 
 
-def test_names_of_marks_that_only_one_model_has_are_said_to_both_versions(tmp_path):
-    """Version 5 of transformers takes them from both places, and 4.57 from the list alone."""
-    more = {"eos_token": SPECIAL[2], "extra_special_tokens": {"image_token": "<image>"}}
+def test_marks_keep_their_flags_beside_a_class_that_drops_them(tmp_path):
+    """Qwen2Tokenizer of transformers 5.23 adds marks with a name once more, without flags."""
+    mask = {"mask_token": {"content": "<mask>", "lstrip": True, "normalized": False}}
+    others = {"additional_special_tokens": [{"content": "<x>", "rstrip": True}, "<y>"]}
+    config = {"eos_token": SPECIAL[2], "chat_template": CHATML, **mask, **others}
+    tokenizer = tokenizer_files.load(write(tmp_path / "t", byte_level(), config))
+    (tmp_path / "out").mkdir()
+    tokenizer.write(tmp_path / "out", "qwen2")
+    said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert ("mask_token" in said, said["additional_special_tokens"]) == (False, ["<y>"])
+    text = "a  <mask> <x>  b <y>  c"  # as AutoTokenizer of 5.23 and 4.57 on the export
+    want = [67, 325, 223, 326, 68, 223, 327, 223, 223, 69]
+    assert tokenizer_files.load(tmp_path / "out").rendered(text)[0] == want
+    for changes in (
+        {"added_tokens_decoder": {"2": {"content": SPECIAL[2], "lstrip": True, "special": True}}},
+        {"chat_template": "{{ mask_token }}" + CHATML},
+    ):
+        path = write(tmp_path / f"of {[*changes]}", byte_level(), config | changes)
+        with pytest.raises(DataError, match=r"that transformers drops beside a qwen2\n.*lstrip"):
+            tokenizer_files.load(path).write(tmp_path / "out", "qwen2")
+
+
+@pytest.mark.parametrize("key", ["extra_special_tokens", "model_specific_special_tokens"])
+def test_names_of_marks_that_only_one_model_has_are_said_to_both_versions(key, tmp_path):
+    """Version 5 of transformers takes them from all places, and 4.57 from the first alone."""
+    more = {"eos_token": SPECIAL[2], key: {"image_token": "<image>"}}
     path = write(tmp_path / "t", byte_level(), more | {"chat_template": "{{ image_token }}"})
     tokenizer = tokenizer_files.load(path)
     (tmp_path / "out").mkdir()
     tokenizer.write(tmp_path / "out")
     said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert said["extra_special_tokens"] == more["extra_special_tokens"]
+    assert said["extra_special_tokens"] == more[key]
     assert tokenizer_files.load(tmp_path / "out").template.render(HI) == "<image>"
 
 
