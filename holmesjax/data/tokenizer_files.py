@@ -24,6 +24,7 @@ from holmesjax.data import (
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import DEFAULT, ChatTemplate, Message
 from holmesjax.data.decode_stream import DecodeStream
+from holmesjax.data.tokenizer_conversions import SPACE
 from holmesjax.data.tokenizer_marks import Marks
 from holmesjax.data.tokenizer_paths import (
     CONFIG,
@@ -259,7 +260,8 @@ def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTo
     """
     files = find(path)
     converted = tokenizer_conversions.of(files)
-    marks = tokenizer_marks.read(files)
+    has = lambda token: converted.inner.token_to_id(token) is not None
+    marks = tokenizer_marks.read(files, has)
     marks = replace(marks, named={**converted.named, **marks.named})
     _refuse_new_end(files, converted.inner, marks)
     _refuse_drawn_pieces(files, converted.inner)
@@ -331,6 +333,9 @@ def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
     split, normalizer = (whole[part] or {} for part in ("pre_tokenizer", "normalizer"))
     key, fix = "add_prefix_space", "make both what the model was trained with"
     begins = split.get(key, said.get(key))  # some splits have no such setting
+    of_pieces = _begins_with_space(split, normalizer)
+    if "Llama" in str(said.get("tokenizer_class")) and of_pieces is not None:
+        begins = of_pieces
     if said.get(key) not in (None, begins):
         raise DataError(where, f"has another {key} than {MAIN}", found=said[key], fix=fix)
     own_class = said.get("tokenizer_class")
@@ -347,6 +352,15 @@ def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
     if said.get("split_special_tokens"):
         problem, fix = "makes text of the marks of a template", "remove the key"
         raise DataError(where, problem, found="split_special_tokens true", fix=fix)
+
+
+def _begins_with_space(split: Any, normalizer: Any) -> bool | None:
+    """Whether a text gets a space before it, in pieces of sentencepiece; None: there are none."""
+    parts = [split, *split.get("pretokenizers", ()), normalizer, *normalizer.get("normalizers", ())]
+    if SPACE not in json.dumps(parts, ensure_ascii=False):
+        return None
+    is_prepend = lambda part: part.get("prepend_scheme", "never") != "never"
+    return any(part.get("type") == "Prepend" or is_prepend(part) for part in parts)
 
 
 def _end(files: TokenizerFiles, inner: Any, marks: Marks, model_ends: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ the list `added_tokens_decoder` of `tokenizer_config.json` or, where there is no
 `special_tokens_map.json` and `added_tokens.json`; then the tokens with a name, such as `bos_token`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,17 @@ from holmesjax.data.tokenizer_paths import (
 from holmesjax.errors import DataError
 
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+# Marks that classes of `transformers` 5 and 4.57 have where no file says another, or null.
+END_OF_TEXT, OF_LLAMA = "<|endoftext|>", {"bos_token": "<s>", "eos_token": "</s>"}
+OF_GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+OF_CLASSES: Mapping[str, Mapping[str, str]] = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), END_OF_TEXT),
+    "LlamaTokenizer": {**OF_LLAMA, "unk_token": "<unk>"},
+    "CodeLlamaTokenizer": {**OF_LLAMA, "unk_token": "<unk>"},
+    "GemmaTokenizer": OF_GEMMA,
+}
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -34,10 +45,13 @@ class Marks:
     where: Mapping[str, str] = field(default_factory=dict)  # the file that has a name
 
 
-def read(files: TokenizerFiles) -> Marks:
-    """Reads what the files say. Raises DataError for what is no token."""
+def read(files: TokenizerFiles, has: Callable[[str], bool] = lambda token: False) -> Marks:
+    """Reads what the files say. Raises DataError for what is no token.
+
+    `has` tells whether a token is among the pieces, for marks that only the class names.
+    """
     try:
-        return _read(files)
+        return _read(files, has)
     except (TypeError, ValueError, AttributeError) as error:
         problem, fix = (
             f"has {CONFIG}, {SPECIAL_MAP} or {ADDED} with what is no mark",
@@ -46,13 +60,14 @@ def read(files: TokenizerFiles) -> Marks:
         raise DataError(str(files.main.parent), problem, found=error, fix=fix) from None
 
 
-def _read(files: TokenizerFiles) -> Marks:
-    named: dict[str, Any] = {}
+def _read(files: TokenizerFiles, has: Callable[[str], bool]) -> Marks:
+    config = files.json(CONFIG)
+    of_class = OF_CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"), {})
+    named: dict[str, Any] = {name: token for name, token in of_class.items() if has(token)}
     flags: dict[str, Mapping[str, bool]] = {}
     where: dict[str, str] = {}
     others: list[str] = []
     listed: list[Mapping[str, Any]] = []
-    config = files.json(CONFIG)
     is_listed = "added_tokens_decoder" in config
     for name in (CONFIG,) if is_listed else (CONFIG, SPECIAL_MAP):
         said = files.json(name)

@@ -175,6 +175,12 @@ def test_a_mark_with_a_name_has_its_flags(tmp_path):
             None,
             "another tokenize_chinese_chars than tokenizer.json",
         ),
+        (
+            "sentencepiece-bpe",
+            {"add_prefix_space": False},
+            None,
+            "another add_prefix_space than tokenizer.json",
+        ),
         ("cased", {}, "mpnet", "another do_lower_case than tokenizer.json"),  # true by default
     ],
 )
@@ -202,10 +208,12 @@ def test_settings_that_contradict_the_pieces_are_refused(kind, config, model, pr
     [
         {"tokenizer_class": "BertTokenizer", "strip_accents": True},  # null of tokenizer.json, too
         {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False},  # reads no such key
+        {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True},
     ],
 )
 def test_settings_that_mean_what_the_pieces_do_are_no_contradiction(config, tmp_path):
-    path = KINDS["word-piece"](tmp_path / "t")
+    kind = "sentencepiece-bpe" if "add_prefix_space" in config else "word-piece"
+    path = KINDS[kind](tmp_path / "t")
     said = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(said | config))
     assert tokenizer_files.load(path).ends
@@ -271,6 +279,9 @@ NO_PROMPT = "{% if add_generation_prompt == false %}F{% endif %}"
             SPECIAL[2],
         ),
         ("{{ bos_token }}", {"bos_token": {"content": "<|im_end|>"}}, {}, SPECIAL[2]),
+        ("{{ bos_token }}", {"tokenizer_class": "GPT2TokenizerFast"}, {}, SPECIAL[0]),
+        ("{{ bos_token }}", {"tokenizer_class": "GPT2Tokenizer", "bos_token": None}, {}, ""),
+        ("{{ pad_token }}", {"tokenizer_class": "GemmaTokenizer"}, {}, ""),  # not among the pieces
         ("{{ bos_token is defined }}", {"add_bos_token": True}, {}, "False"),
         (
             "{{ eos_token }}",
