@@ -57,7 +57,7 @@ class Dialogue(NamedTuple):
 
     messages: Sequence[Message]
     tools: Tools = None
-    variables: Variables = chat_template.NONE  # of its own, for the template
+    variables: Variables = chat_template.NO_VARIABLES  # of its own, for the template
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """All that it says, each text with its place."""

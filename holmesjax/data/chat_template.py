@@ -30,7 +30,7 @@ LONGEST_S = 5.0
 Message = Mapping[str, Any]  # "role" and "content"
 Tools = Sequence[Mapping[str, Any]] | None  # that a model may call; None: none are named
 Variables = Mapping[str, Any]  # that a template sees, by name
-NONE: Variables = types.MappingProxyType({})
+NO_VARIABLES: Variables = types.MappingProxyType({})
 WHERE = "--chat"
 DEFAULT, FOR_TOOLS = "default", "tool_use"  # of several templates
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -103,7 +103,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Tools = None,
-        own: Variables = NONE,
+        own: Variables = NO_VARIABLES,
         *,
         add_generation_prompt: bool = False,
     ) -> str:
@@ -115,7 +115,7 @@ class ChatTemplate:
         return self._in_time(lambda: self._render(messages, tools, {**own, **asks}))
 
     def answers(
-        self, messages: Sequence[Message], tools: Tools = None, own: Variables = NONE
+        self, messages: Sequence[Message], tools: Tools = None, own: Variables = NO_VARIABLES
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a whole dialogue, and the ranges of it that a model says.
 
