@@ -72,14 +72,15 @@ class Seat:
     def lose(self, connection: LoopConnection, error: Exception, timeout_s: float) -> bool:
         """Notes the end of a connection; returns whether the member is lost.
 
-        The network is up if the end was heard of, so a member that lives comes back at once.
+        The network is up if the end was heard of, so a member that lives comes back at once. But
+        the end of a connection through a relay may be the relay's, which then has to start again.
         """
         with self.lock:
             if connection is not self.connection:
                 return False  # it has another one
             if not isinstance(error, OSError) or self.has_left:
                 self.is_lost = True
-            elif isinstance(error, ConnectionError):
+            elif isinstance(error, ConnectionError) and not connection.is_relayed:
                 self.away_until_s = time.monotonic() + min(RETURN_S, timeout_s)
             else:
                 self.away_until_s = connection.heard_s + timeout_s

@@ -40,6 +40,7 @@ class _Caller:
     sock: socket.socket  # a TlsSocket from the first byte of TLS on
     deadline_s: float
     reader: connections.Reader
+    is_relayed: bool
     talk: Generator[Message, Message, Any] = field(init=False)  # is sent what it says, and answers
     has_begun: bool = False  # whether it is known to encrypt or not
     is_secure: bool = False  # whether TLS has made sure of it
@@ -103,7 +104,7 @@ class Admission(Generic[R]):
         self.close()
 
     def bring(self, sock: socket.socket) -> None:
-        """Takes a call that came another way than to its own socket; from any thread."""
+        """Takes a call that came by a relay; from any thread."""
         self._brought.put(sock)
         try:
             self._wakers[1].send(b"x")
@@ -130,7 +131,7 @@ class Admission(Generic[R]):
                     elif key.fileobj is self._wakers[0]:
                         self._wakers[0].recv(BATCH)
                         while not self._brought.empty():
-                            self._greet(self._brought.get())
+                            self._greet(self._brought.get(), is_relayed=True)
                     elif key.data is not None:
                         self._hear(key.data)
                 self._end_overdue()
@@ -172,12 +173,12 @@ class Admission(Generic[R]):
         self._selector.unregister(self._sock)
         self._accepts_from_s = self._waited_s + connections.PAUSE_S
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket, is_relayed: bool = False) -> None:
         sock.setblocking(False)
         connections.prepare(sock)
         deadline_s = self._waited_s + connections.HELLO_TIMEOUT_S
         reader = connections.Reader(sock, connections.HELLO_LIMIT_BYTES)
-        caller = _Caller(sock, deadline_s, reader)
+        caller = _Caller(sock, deadline_s, reader, is_relayed)
         judge = functools.partial(self._judge, caller)
         caller.talk = handshake.answer(self._key, self._hello, self._expected, judge)
         self._waiting[caller] = None
@@ -203,7 +204,7 @@ class Admission(Generic[R]):
             if self._talk_on(caller):
                 self._let_go(caller)
                 caller.sock.setblocking(True)
-                self._enter(Connection(caller.sock, caller.hello))
+                self._enter(Connection(caller.sock, caller.hello, is_relayed=caller.is_relayed))
         except RejectedError as error:
             self._reject(caller, error.rejection)
         except Exception:  # whatever it says, it does not close the door for others

@@ -28,7 +28,7 @@ class LoopConnection:
     """A connection of the loop."""
 
     def __init__(self, connection: Connection[Any]):
-        self.sock = connection.sock
+        self.sock, self.is_relayed = connection.sock, connection.is_relayed
         self._connection = connection
         self.heard_s = self.took_s = time.monotonic()  # when it said, and took, something last
         self.is_over = False

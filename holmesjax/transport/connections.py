@@ -81,11 +81,16 @@ def raise_open_files(needed: int = 0) -> None:
 
 
 class Connection(Generic[R]):
-    """One authenticated connection; sending is safe from several threads, receiving is not."""
+    """One authenticated connection; sending is safe from several threads, receiving is not.
 
-    def __init__(self, sock: socket.socket, hello: R):
-        self.sock = sock
-        self.hello = hello  # of the other end
+    Args:
+      sock: its socket.
+      hello: of the other end.
+      is_relayed: whether it came by a relay, whose end looks here like that of the other end.
+    """
+
+    def __init__(self, sock: socket.socket, hello: R, *, is_relayed: bool = False):
+        self.sock, self.hello, self.is_relayed = sock, hello, is_relayed
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:

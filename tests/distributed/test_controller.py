@@ -43,6 +43,9 @@ from holmesjax.runtime.step_timeout import Progress
 from holmesjax.runtime.timeline import Interval
 from holmesjax.transport import connection_loop, connections, key_files
 from holmesjax.transport.handshake import WRONG_KEY
+from holmesjax.transport.relay import Relay
+from holmesjax.transport.relay_messages import relay_key
+from holmesjax.transport.relayed import RelayPlace
 from tests.clock import stop_callers_clock
 from tests.distributed.scripted_jobs import PROCESSES, process
 
@@ -83,7 +86,7 @@ def pass_time(clock, controller, seconds, *, but=()):
     wait_until(lambda: all(seat.connection.heard_s == clock.now_s for seat in heard))
 
 
-def open_controller(processes, silence_s=SILENCE_S, allow=()):
+def open_controller(processes, silence_s=SILENCE_S, allow=(), relay=None):
     return Controller(
         processes,
         address="127.0.0.1",
@@ -95,6 +98,7 @@ def open_controller(processes, silence_s=SILENCE_S, allow=()):
         is_saving=lambda step: step % 2 == 0,
         progress=Progress(DistributedConfig()),
         allow=allow,
+        relay=relay,
     )
 
 
@@ -105,12 +109,21 @@ def controller():
 
 
 def join(
-    controller, who, *, key=KEY, about=ABOUT, computing=None, on_loss=None, silence_s=SILENCE_S
+    controller,
+    who,
+    *,
+    key=KEY,
+    about=ABOUT,
+    computing=None,
+    on_loss=None,
+    silence_s=SILENCE_S,
+    address=None,
 ):
+    address, port = address or controller.address
     return Member(
         process=who,
-        address=controller.address[0],
-        port=controller.address[1],
+        address=address,
+        port=port,
         key=key,
         about=about,
         computing=computing or {},
@@ -594,6 +607,28 @@ def test_a_member_that_does_not_come_back_is_lost_after_a_moment(controller, mem
     clock.now_s += 0.2
     assert next_event(controller, "lost").process == 1
     assert 1 not in controller.unanswered(question)
+
+
+def test_a_relay_may_be_away_for_as_long_as_a_member_may_be_silent(clock):
+    """Its end looks like that of the member, which comes back when the relay has started again."""
+    relay = Relay("127.0.0.1", 0, key=relay_key(KEY), say=lambda line: None)
+    place = RelayPlace(*relay.address)
+    with open_controller(PROCESSES[:1], relay=place) as controller:
+        wait_until(lambda: relay._listeners)
+        member = join(controller, PROCESSES[0], address=place.of(controllers_end.NAME_AT_RELAY))
+        [seat] = controller._seats
+        wait_until(lambda: seat.connection)
+        relay.close()
+        wait_until(lambda: seat.is_away)
+        clock.now_s += member_records.RETURN_S + 1.0
+        time.sleep(0.2)
+        assert not seat.is_lost
+        with Relay(*place, key=relay_key(KEY), say=lambda line: None):
+            wait_until(lambda: not seat.is_away)
+            member.send(Done(step=3))
+            kinds = [controller.events.get(timeout=DEADLINE_S).record.kind for _ in range(3)]
+            assert kinds == ["warning", "warning", "done"]  # the relay is away, and there again
+            member.close()
 
 
 def test_a_member_that_the_system_gives_up_has_the_time_of_a_silence(controller, members, clock):
