@@ -127,6 +127,11 @@ class Member:
         for run in (self._listen, self._beat):
             threading.Thread(target=run, name="member", daemon=True).start()
 
+    @property
+    def session(self) -> str:
+        """The name of this start of the job, the same in all processes and in no other start."""
+        return self._link.session
+
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()

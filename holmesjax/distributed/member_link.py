@@ -62,7 +62,7 @@ class MemberLink:
             where=where,
             timeout_s=start_timeout_s,
         )
-        self._session = self._connection.hello.session
+        self.session = self._connection.hello.session  # of the controller: a start of the job
         self._use(self._connection)
         self._heard_s = time.monotonic()
 
@@ -150,7 +150,7 @@ class MemberLink:
         deadline_s = time.monotonic() + timeout_s
         self._attempts += 1
         again = Again(
-            session=self._session,
+            session=self.session,
             attempt=self._attempts,
             position=Position(messages=self._received),
         )
@@ -175,6 +175,6 @@ class MemberLink:
             stack.pop_all()
 
     def _check(self, hello: ControllerHello) -> str | None:
-        if hello.session != self._session:
+        if hello.session != self.session:
             return "it is another start of the job"
         return None

@@ -7,7 +7,6 @@ end by itself.
 
 import contextlib
 import functools
-import hashlib
 import socket
 import sys
 import threading
@@ -223,7 +222,9 @@ class Worker:
         start = self._meet_controller(ports, unproven)
         member.status("was starting JAX")
         chunks = self._make_chunks(self._join(start), start)
-        setup = self._make_setup(chunks, start.resume, has_trained)
+        setup = TrainingSetup(
+            job, chunks, self._me.cluster, has_trained=has_trained, session=member.session
+        )
         mb_per_s = job.config.checkpoint.scrub
         scrub = self._store.scrub(mb_per_s) if self._store else contextlib.nullcontext()
         with setup, self._giving_up(), scrub:
@@ -415,13 +416,6 @@ class Worker:
             doing = "validating" if work == "validation" else "saving a checkpoint"
             self._member.status(f"was {doing} after step {step}")
         self._member.begin(work, step)
-
-    def _make_setup(self, chunks: Sequence[Chunk], resume: int, has_trained: bool) -> TrainingSetup:
-        """The setup, with a name for this start of the job that is the same in all processes."""
-        parts = self._environment.key.hex(), self._environment.restart, resume
-        session = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-        cluster = self._me.cluster
-        return TrainingSetup(self._job, chunks, cluster, has_trained=has_trained, session=session)
 
     def _vote(self, runner: Runner) -> None:
         news = runner.news() if isinstance(runner, IslandApart) else News()

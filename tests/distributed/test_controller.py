@@ -155,6 +155,16 @@ def tell_ready(member, unproven=None):
     member.send(Ready(addresses=addresses, unproven=unproven))
 
 
+def test_a_start_of_the_job_has_a_name_of_its_own(controller, members):
+    """Islands by mailbox know a job by it. A key may outlive its launcher."""
+    [session] = {member.session for member in members}
+    with open_controller(PROCESSES[:1]) as later:
+        member = join(later, PROCESSES[0])
+        assert len(member.session) == len(session) == 16
+        assert member.session != session
+        member.close()
+
+
 @pytest.mark.parametrize("says", [0, 1])
 def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, members, says):
     for number in (0, 1):
@@ -645,9 +655,9 @@ def test_another_process_does_not_take_the_place_of_one_that_was_lost(controller
     link = members[1]._link
     real, again = link._hello, link._go_on
     for hello, session, words in (
-        (dataclasses.replace(real, session="another"), link._session, "another process"),
+        (dataclasses.replace(real, session="another"), link.session, "another process"),
         (real, "another", "another start of the job"),
     ):
-        link._hello, link._session = hello, session
+        link._hello, link.session = hello, session
         with pytest.raises(RefusedError, match=words):
             again(5.0)
