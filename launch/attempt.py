@@ -159,6 +159,7 @@ class Attempt:
         with ExitStack() as stack:
             self._hub = self._open_hub()
             start_name = stores.start_name(self._hub.id, lease.epoch, restart)
+            self._hub.start = start_name
             stack.callback(self._hub.close)
             if self._mirror:
                 stack.callback(self._mirror.close)

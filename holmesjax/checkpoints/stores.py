@@ -245,8 +245,7 @@ def begin(folder: Path, start: str) -> Callable[[], None]:
     Raises as `refuse_earlier`.
     """
     path = folder / OWNER
-    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # or no record
-        refuse_earlier(str(folder), start, json_text.read(path).get("start"))
+    refuse_earlier(str(folder), start, owner(folder))
     write_whole(path, json.dumps({"start": start}))
 
     def check() -> None:
@@ -254,6 +253,14 @@ def begin(folder: Path, start: str) -> Callable[[], None]:
             raise superseded(str(folder), found)
 
     return check
+
+
+def owner(folder: Path) -> str | None:
+    """The start that a store belongs to, by its name; None if there is none."""
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # or no record
+        found = json_text.read(folder / OWNER).get("start")
+        return found if isinstance(found, str) else None
+    return None
 
 
 def refuse_earlier(place: str, start: str, owner: str | None) -> None:
@@ -281,7 +288,13 @@ def superseded(place: str, owner: str | None) -> LostLeaseError:
     return LostLeaseError(place, problem, found=owner, fix=fix)
 
 
-def keep(folder: Path, steps: Collection[int], last: int, dropped: Collection[int]) -> list[int]:
+def keep(
+    folder: Path,
+    steps: Collection[int],
+    last: int,
+    dropped: Collection[int],
+    check: Callable[[], object] = lambda: None,
+) -> list[int]:
     """Takes away what the launcher has not kept; the steps that lack their manifest here.
 
     A checkpoint with a manifest goes only where the launcher has a newer one.
@@ -291,21 +304,32 @@ def keep(folder: Path, steps: Collection[int], last: int, dropped: Collection[in
       steps: the checkpoints that the launcher has.
       last: newer ones may be being written.
       dropped: checkpoints that it has set aside as damaged.
+      check: raises where the folder is another start's by now; then all stays in its place.
     """
     lacking = []
+    check()
     for step, path in manifest.folders(folder):
         has_manifest = manifest.has_manifest(path)
         if step in steps:
             lacking += [] if has_manifest else [step]
         elif step in dropped and has_manifest:
-            target = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
-            path.rename(target)
+            _move(path, "damaged", check)
         elif step <= last and (not has_manifest or step < max(steps, default=-1)):
-            target = path.with_name(f"{path.name}.{secrets.token_hex(4)}.removed")
-            path.rename(target)
+            _move(path, "removed", check)
     for path in (folder / manifest.FOLDER).glob("*.removed"):
         shutil.rmtree(path)
     return lacking
+
+
+def _move(path: Path, why: str, check: Callable[[], object]) -> None:
+    """Renames a checkpoint, and back where `check` raises: another start may write there."""
+    target = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{why}")
+    path.rename(target)
+    try:
+        check()
+    except BaseException:
+        target.rename(path)
+        raise
 
 
 class ChangedError(ValueError):

@@ -22,6 +22,7 @@ from holmesjax.checkpoints import fetching, manifest, stores
 from holmesjax.checkpoints.fetching import Read
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.distributed.store_end import NOBODY, OwnStore
+from holmesjax.distributed.store_messages import Keep, PutManifest
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.plan import partners
 from holmesjax.plan.partners import Partner
@@ -106,14 +107,14 @@ class PartnerMemory(OwnStore):
 
     # ---- what the launcher tells ---------------------------------------------------------------
 
-    def _keep(self, steps: Collection[int], last: int, dropped: Collection[int]) -> list[int]:
-        for step in dropped:
+    def _keep(self, keep: Keep) -> list[int]:
+        for step in keep.dropped:
             shutil.rmtree(manifest.folder_of(self.folder, step), ignore_errors=True)
         return []
 
-    def _put(self, step: int, text: str, stays: int | None) -> None:
+    def _put(self, put: PutManifest) -> None:
         self.is_copying = True
-        self._told.put((step, text, stays))
+        self._told.put((put.step, put.text, put.stays))
 
     @property
     def copied(self) -> list[int]:

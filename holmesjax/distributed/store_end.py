@@ -30,8 +30,8 @@ from holmesjax.distributed.store_messages import (
     StoreCall,
     Unanswered,
 )
-from holmesjax.errors import DamagedError, HolmesError, PeerError
-from holmesjax.files import places
+from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
+from holmesjax.files import places, regular_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.transport import connections
 from holmesjax.transport.connections import Connection
@@ -150,37 +150,47 @@ class OwnStore:
                     answer: Record = HeldParts(
                         parts=parts, steps=stores.committed_steps(self.folder)
                     )
-                case Keep(steps=steps, last=last, dropped=dropped):
-                    lacking = self._keep(steps, last, dropped)
+                case Keep():
+                    lacking = self._keep(question)
                     answer = KeptSteps(
                         lacking=lacking,
                         damaged=self._scrub.all_damaged(),
                         is_copying=self.is_copying,
                         copied=self.copied,
                     )
-                case PutManifest(step=step, text=text, stays=stays):
-                    self._put(step, text, stays)
+                case PutManifest():
+                    self._put(question)
                     answer = Put()
                 case _:
                     raise AssertionError(f"what is {question}?")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, LostLeaseError) as error:
             answer = Unanswered(problem=f"{self._node}: {error}")
         connection.send(encode(answer))
 
-    def _keep(self, steps: Collection[int], last: int, dropped: Collection[int]) -> list[int]:
-        lacking = stores.keep(self.folder, steps, last, dropped)
+    def _refuse_earlier(self, start: str) -> None:
+        """Raises LostLeaseError where a later start has the folder: this process has slept."""
+        stores.refuse_earlier(str(self.folder), start, stores.owner(self.folder))
+
+    def _keep(self, keep: Keep) -> list[int]:
+        check = functools.partial(self._refuse_earlier, keep.start)
+        lacking = stores.keep(self.folder, keep.steps, keep.last, keep.dropped, check)
         if self.mirror:
-            self.mirror.follow(self.folder, steps, last, dropped)
+            self.mirror.follow(self.folder, keep.steps, keep.last, keep.dropped)
         return lacking
 
-    def _put(self, step: int, text: str, stays: int | None) -> None:
-        path = manifest.folder_of(self.folder, step)
-        path.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # it is never replaced
-            write_whole(path / manifest.MANIFEST, text, replaces=False)
+    def _put(self, put: PutManifest) -> None:
+        self._refuse_earlier(put.start)
+        folder = manifest.folder_of(self.folder, put.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / manifest.MANIFEST
+        try:
+            write_whole(path, put.text, replaces=False)
+        except FileExistsError:  # it is never replaced
+            if regular_files.read_text(path) != put.text:
+                raise
         if self.mirror:
-            self.mirror.take(step, text)
-        self._scrub.committed(step)
+            self.mirror.take(put.step, put.text)
+        self._scrub.committed(put.step)
 
     def scrub(self, mb_per_s: float | None) -> Scrub:
         """Reads checkpoints here again while it is entered, as `Scrub` does."""

@@ -107,6 +107,7 @@ class StoreHub:
         self._problem: Exception | None = None
         self._teller = ThreadPoolExecutor(1, "stores")
         self._is_closed = False
+        self.start = ""  # of the run, by its name, as soon as it has one
         # Takes the steps of checkpoints that a store has found damaged.
         self.on_damage: Callable[[int], object] = lambda step: None
 
@@ -337,7 +338,8 @@ class StoreHub:
         copied: list[set[int]] = []  # by each partner's memory
         for store in all_stores:
             with self._warning(store):
-                answer, _ = store.ask(Keep(steps=steps, last=last, dropped=dropped))
+                keep = Keep(steps=steps, last=last, dropped=dropped, start=self.start)
+                answer, _ = store.ask(keep)
                 assert isinstance(answer, KeptSteps), answer
                 is_copying |= answer.is_copying
                 for step in answer.damaged:
@@ -359,7 +361,8 @@ class StoreHub:
 
     def _put(self, store: _Store, step: int, stays: int | None = None) -> None:
         path = manifest.folder_of(self._folder, step) / manifest.MANIFEST
-        store.ask(PutManifest(step=step, text=regular_files.read_text(path), stays=stays))
+        text = regular_files.read_text(path)
+        store.ask(PutManifest(step=step, text=text, stays=stays, start=self.start))
 
     @contextlib.contextmanager
     def _warning(self, store: _Store) -> Iterator[None]:

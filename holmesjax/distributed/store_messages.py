@@ -90,6 +90,7 @@ class Keep(Record):
     steps: list[int]
     last: int
     dropped: list[int]
+    start: str = ""  # of the run that says so (`stores.start_name`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,7 @@ class PutManifest(Record):
     step: int
     text: str
     stays: int | None = None  # a step that all partners have, which stays in their memory
+    start: str = ""  # as in `Keep`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import shutil
@@ -13,8 +14,8 @@ import pytest
 
 from holmesjax.checkpoints import fetching, manifest, stores
 from holmesjax.distributed import process_store, store_messages
-from holmesjax.distributed.store_hub import StoreHub
-from holmesjax.distributed.store_messages import AskPiece, FilePiece, Keep
+from holmesjax.distributed.store_hub import ALL, StoreHub
+from holmesjax.distributed.store_messages import AskPiece, FilePiece, Keep, PutManifest
 from holmesjax.errors import (
     CheckpointError,
     ConfigError,
@@ -267,6 +268,39 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
     assert [step for step, _ in manifest.finished(far)] == [4, 6]
     assert sorted(path.name for path in (far / "checkpoints").iterdir())[0] == "step_00000004"
+
+
+def test_a_process_that_wakes_up_late_changes_nothing_of_its_successor(tmp_path):
+    """What the launcher of its own start has asked for has waited in its connection."""
+    home, far = tmp_path / "home", tmp_path / "far"
+    write_parts(far, "part_1", step=4)
+    with hub_of(home) as (hub, join):
+        store, said = join(far, 1), []
+        tell = SimpleNamespace(send=said.append)
+        late = lambda start: (
+            Keep(steps=[2], last=ALL, dropped=[], start=start),
+            PutManifest(step=4, text="{}", start=start),
+        )
+        name = functools.partial(stores.start_name, hub.id)
+        stores.begin(far, name(7, 1))
+        for question in late(name(7, 0)):
+            store._answer(tell, question)
+        assert [answer["kind"] for answer in said] == ["unanswered"] * 2
+        assert [step for step, _ in manifest.folders(far)] == [4]
+        assert manifest.finished(far) == []
+
+        moments = iter((name(7, 1), name(8, 0)))  # it begins when the folder has been renamed
+
+        def check():
+            stores.begin(far, next(moments))
+            stores.refuse_earlier("far", name(7, 1), stores.owner(far))
+
+        with pytest.raises(LostLeaseError):
+            stores.keep(far, [2], ALL, [], check)
+        assert [step for step, _ in manifest.folders(far)] == [4]
+        store._answer(tell, PutManifest(step=4, text="{}", start=name(8, 0)))
+        store._answer(tell, PutManifest(step=4, text="{ }", start=name(8, 0)))
+        assert [answer["kind"] for answer in said[2:]] == ["put", "unanswered"]
 
 
 def test_a_process_that_is_not_told_asks_whose_folder_it_has(tmp_path):
