@@ -120,16 +120,23 @@ class Mirror:
                 raise
 
     def put_file(self, path: Path, name: str, advance: Callable[[], object] = lambda: None) -> None:
-        """Copies a file, some blocks in memory at a time; the object appears when it is whole."""
+        """Copies a file, some blocks in memory at a time; the object appears when it is whole.
+
+        Where reading fails, or `advance` raises, no object appears, and one that is there stays.
+        """
         size = path.stat().st_size
         block = max(BLOCK_BYTES, -(-size // MOST_BLOCKS // 2**18) * 2**18)
-        with self._telling(name), contextlib.ExitStack() as stack:
-            file = stack.enter_context(path.open("rb"))
+        with self._telling(name), path.open("rb") as file:
             target = self._store.open(self._at(name), "wb", block_size=block)
-            target = stack.enter_context(target)
-            while content := file.read(BLOCK_BYTES):
-                target.write(content)
-                advance()
+            try:
+                while content := file.read(BLOCK_BYTES):
+                    target.write(content)
+                    advance()
+            except BaseException:
+                target.closed = True  # else it would be finished as it is
+                target.discard()
+                raise
+            target.close()
 
     def listed(self, name: str) -> dict[str, int]:
         """The objects below a name, as files of the run folder, with their bytes."""
@@ -331,7 +338,7 @@ class Mirror:
             if self.start:
                 self.check()
                 do()
-        except (OSError, HolmesError) as error:
+        except Exception as error:  # else nobody hears of it
             why = " ".join(str(error).split())
             self._say(f"warning: {self.url} is not up to date, which is tried again: {why}")
 

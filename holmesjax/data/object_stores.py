@@ -25,12 +25,16 @@ AHEAD_BYTES = 2**22  # of an object that is read from its beginning
 BLOCK_BYTES = 2**16  # of an object of which ranges are read
 BLOCKS = 1024  # of all objects that are kept
 CONNECTIONS = 16  # requests at once
-# The errors that the clients raise besides OSError.
-ERRORS = {
-    "aiohttp": "ClientError",
-    "botocore.exceptions": "BotoCoreError",
-    "gcsfs.retry": "HttpError",
-}
+# The errors that the clients raise besides OSError: their own, and those of what they stand on.
+ERRORS = (
+    ("aiohttp", "ClientError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.parsers", "ResponseParserError"),
+    ("urllib3.exceptions", "HTTPError"),
+    ("gcsfs.retry", "HttpError"),
+    ("gcsfs.retry", "ChecksumError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+)
 
 
 def is_remote(name: str | Path) -> bool:
@@ -176,7 +180,7 @@ def files_below(path: Path) -> list[Path]:
 
 def errors() -> tuple[type[Exception], ...]:
     """The errors of reading files: the clients of stores have classes of their own."""
-    loaded = [(sys.modules.get(module), name) for module, name in ERRORS.items()]
+    loaded = [(sys.modules.get(module), name) for module, name in ERRORS]
     return (OSError, *(getattr(module, name) for module, name in loaded if module))
 
 

@@ -9,7 +9,10 @@ import re
 
 import jax
 
-# Of the operating system, and of the runtime of the devices, with its collectives.
+from holmesjax.data import object_stores
+
+# Of the operating system, and of the runtime of the devices, with its collectives. Those of stores'
+# clients are known once these are loaded.
 FROM_OUTSIDE = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 # XLA and TensorStore, which read and write files, also raise ValueError with a status of Abseil.
 STATUS = re.compile(
@@ -28,10 +31,11 @@ def is_own(error: BaseException) -> bool:
     >>> is_own(ValueError("UNAVAILABLE: Error reading a file"))
     False
     """
+    outside = (*FROM_OUTSIDE, *object_stores.errors())
     seen: set[int] = set()
     reason: BaseException | None = error
     while reason is not None and id(reason) not in seen:
-        if isinstance(reason, FROM_OUTSIDE) or STATUS.match(str(reason)):
+        if isinstance(reason, outside) or STATUS.match(str(reason)):
             return False
         seen.add(id(reason))
         reason = reason.__cause__ or reason.__context__

@@ -2,18 +2,22 @@
 
 import errno
 import functools
+import gc
 import hashlib
 import io
 import os
 import shutil
 
+import botocore.parsers
 import pytest
 import s3fs
+import urllib3
 
 from holmesjax.checkpoints import committed, fetching, manifest, mirror, second_reading, stores
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.data import object_stores
+from holmesjax.distributed import foreign_errors
 from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
@@ -267,6 +271,43 @@ def test_the_url_of_another_run_is_refused(machine):
     stores.identifier(other)
     with pytest.raises(HolmesError, match="is the folder of another run"):
         found.join(other)
+
+
+@pytest.mark.parametrize("size", [100, 3 * mirror.BLOCK_BYTES])
+def test_a_copy_that_fails_half_way_leaves_the_object_as_it_is(machine, tmp_path, size):
+    """Also one that is so large that its blocks are sent before its end."""
+    run_folder, url = machine
+    found, path = start(run_folder("a"), url), tmp_path / "file"
+    path.write_bytes(b"x" * size)
+
+    def fail():
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for before in (None, b"good"):
+        if before:
+            found.put("file", before)
+        with pytest.raises(OSError, match="Stale file handle"):
+            found.put_file(path, "file", fail)
+        gc.collect()  # a file that is forgotten is closed, too
+        assert found.read("file") == before
+
+
+@pytest.mark.parametrize(
+    "error", [botocore.parsers.ResponseParserError("no XML"), urllib3.exceptions.HTTPError("cut")]
+)
+def test_what_a_client_raises_is_of_the_store(machine, monkeypatch, error):
+    """These are no OSError, and no BotoCoreError. Nothing in this process has caused them."""
+    run_folder, url = machine
+    found = start(run_folder("a"), url)
+
+    def fail(*args, **settings):
+        raise error
+
+    monkeypatch.setattr(found._store, "cat_file", fail)
+    with pytest.raises(OSError, match=r"no XML|cut") as raised:
+        found.read("file")
+    assert raised.value.filename == f"{url}/file"
+    assert not foreign_errors.is_own(error)
 
 
 def test_a_store_that_is_away_fails_the_save_and_says_where(machine, monkeypatch):
