@@ -17,7 +17,7 @@ from holmesjax.distributed.messages import ControllerHello, MemberHello
 from holmesjax.errors import RefusedError
 from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.connections import Connection
-from holmesjax.transport.outbox import CALL_S, Again, Outbox, Position
+from holmesjax.transport.outbox import Again, Outbox, Position, call_s
 from holmesjax.transport.records import Message
 
 
@@ -133,7 +133,7 @@ class MemberLink:
             if self._is_closed:
                 raise error
             try:
-                self._go_on(min(left_s, CALL_S))
+                self._go_on(min(left_s, call_s(self._address)))
             except ConnectionRefusedError:
                 raise ConnectionError(f"{error}; nobody listens there any more") from None
             except RefusedError as refused:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from holmesjax.transport import addresses
 from holmesjax.transport.records import Record
 
-CALL_S = 3.0  # for one attempt to make a lost connection anew
+CALL_S, RELAYED_CALL_S = 3.0, 10.0  # for one attempt to make a lost connection anew
 
 T = TypeVar("T")
 
@@ -34,6 +35,15 @@ class Again(Record):
     session: str  # of the other end: a process that has started again has another one
     attempt: int  # counts the calls of this link
     position: Position  # how much this end has received
+
+
+def call_s(address: str) -> float:
+    """Seconds for one attempt to make a connection anew: a dozen round trips by way of a relay.
+
+    >>> call_s("10.0.0.1"), call_s("process 3@relay.example.org")
+    (3.0, 10.0)
+    """
+    return RELAYED_CALL_S if addresses.RELAYED in address else CALL_S
 
 
 class Outbox(Generic[T]):

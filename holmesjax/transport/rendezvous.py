@@ -29,7 +29,7 @@ from holmesjax.topology.machines import Topology
 from holmesjax.transport import addresses, connections, handshake, records
 from holmesjax.transport.admission import Admission
 from holmesjax.transport.connections import Connection
-from holmesjax.transport.outbox import CALL_S, Again, Position
+from holmesjax.transport.outbox import Again, Position, call_s
 from holmesjax.transport.ports import Book, Ports, nic, nics_of, streams_over
 from holmesjax.transport.records import Record
 from holmesjax.transport.relayed import RelayedPort, RelayPlace
@@ -413,7 +413,7 @@ class Meeting:
             between(self._me, self._processes[number]),
         )
         # No attempt takes long: the first packets of a connection are sent again ever later.
-        deadline_s = time.monotonic() + min(left_s, CALL_S)
+        deadline_s = time.monotonic() + min(left_s, call_s(address))
         return connections.call(
             address,
             port,
@@ -429,7 +429,7 @@ class Meeting:
         self._attempts[number, stream] += 1
         connection = self._call(number, stream, position, left_s)
         try:
-            connection.sock.settimeout(CALL_S)
+            connection.sock.settimeout(call_s(self._way(number, stream)[0]))
             theirs = records.decode_as(connection.receive(), Position)
             connection.sock.settimeout(None)
         except BaseException:
