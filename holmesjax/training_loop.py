@@ -271,6 +271,8 @@ class TrainingLoop:
     def _save(self, done: int) -> None:
         self._is_save_asked = False
         began_s = time.perf_counter()
+        if isinstance(self.runner, IslandApart):  # its last round may take as long as a checkpoint
+            self.begins("checkpoint", done)
         if isinstance(self.runner, IslandsRunner):
             self.states = self.runner.settled(self.states)
         self.begins("checkpoint", done)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,7 +52,7 @@ class TrainingSetup:
       chunks: those of this process.
       cluster: whose paths of the data are those of this process.
       has_trained: whether the run had its data before, so that they are waited for.
-      session: of the job, where it has several processes (`islands.apart.make_apart`).
+      session, noted_s: of the job, where it has several processes (`islands.apart.make_apart`).
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class TrainingSetup:
         *,
         has_trained: bool,
         session: str | None = None,
+        noted_s: Callable[[], float] = lambda: -math.inf,
     ):
-        self._job, self._chunks, self._session = job, chunks, session
+        self._job, self._chunks, self._session, self._noted_s = job, chunks, session, noted_s
         self._placement = _placement(chunks)  # which refuses optimizers, before data are read
         self._compile_s = 0.0
         self._states: Sequence[ChunkState] = ()  # until the loop has them
@@ -96,6 +98,7 @@ class TrainingSetup:
                 config=self._job.config,
                 run_dir=self._job.run_dir,
                 session=self._session,
+                noted_s=self._noted_s,
             )
         elif self._job.plan.islands:
             make = functools.partial(

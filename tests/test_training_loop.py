@@ -42,6 +42,18 @@ def make_loop(runner, events, **train):
     )
 
 
+def test_the_last_round_of_an_island_has_the_time_of_a_checkpoint(monkeypatch):
+    """It is sent, merged and fetched before the checkpoint of the last step."""
+    events = []
+    island = SimpleNamespace(settled=lambda states: events.append("settled") or states)
+    monkeypatch.setattr(training_loop, "IslandApart", SimpleNamespace)
+    monkeypatch.setattr(training_loop, "IslandsRunner", SimpleNamespace)
+    loop = make_loop(island, events)
+    loop.states, loop.begins = [], lambda work, step: events.append(f"{work} {step}")
+    loop._save(7)
+    assert events == ["checkpoint 7", "settled", "checkpoint 7", "save 7"]
+
+
 def test_a_step_is_dispatched_before_anything_of_the_one_before_is_waited_for():
     events = []
 

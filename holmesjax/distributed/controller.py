@@ -327,6 +327,7 @@ class Controller:
     def _hear(self, seat: Seat, record: Record, standing: Standing) -> None:
         if standing.status is not None:
             seat.status = standing.status
+        seat.arrived = standing.arrived
         if standing.num_begun > seat.num_begun:
             seat.work, seat.step = standing.work, standing.at_step
             seat.num_begun = standing.num_begun
@@ -380,7 +381,7 @@ class Controller:
                 step=vote.step,
                 stop=self._stopping,
                 save=self._is_saving(vote.step),
-                arrived=min(x.arrived for x in votes.values()),
+                arrived=min(seat.arrived for seat in self._seats),
                 opened=max(x.opened for x in votes.values()),
             )
             self.broadcast(verdict)

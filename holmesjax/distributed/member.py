@@ -132,6 +132,11 @@ class Member:
         """The name of this start of the job, the same in all processes and in no other start."""
         return self._link.session
 
+    @property
+    def noted_s(self) -> float:
+        """When this process has heard that the job makes progress, by `time.monotonic`."""
+        return self._noted_s
+
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
@@ -223,9 +228,20 @@ class Member:
                 raise queue.Empty
 
     def vote(self, step: int, arrived: int = -1, opened: int = -1) -> None:
-        """Reports, for its stage, that the end of this step is near; the rest is as in `Vote`."""
+        """Reports, for its stage, that the end of this step is near.
+
+        Args:
+          step: the step.
+          arrived: as in `Standing`; each process reports it, at once.
+          opened: as in `Vote`.
+        """
+        with self._advancing:
+            is_news = arrived != self._standing.arrived
+            self._standing = dataclasses.replace(self._standing, arrived=arrived)
         if self.process.leads:
-            self.send(Vote(step=step, arrived=arrived, opened=opened))
+            self.send(Vote(step=step, opened=opened))
+        elif is_news:
+            self.send(Beat())
 
     def verdict(self, step: int) -> Verdict:
         """Waits for all votes, and returns the verdict."""

@@ -33,6 +33,7 @@ class Seat:
     step: int = 0  # that it is at, or has validated or saved after
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step
+    arrived: int = -1  # the newest round of islands by mailbox that it has
     addresses: dict[str, Any] | None = None
     unproven: str | None = None  # what the attention kernels lack on its host
     answered: int = 0  # the number of the last question that it has answered

@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 14
+PROTOCOL = 15
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -60,6 +60,7 @@ class Standing(Record):
     num_begun: int = 0  # steps, batches of validation and checkpoints
     num_done: int = 0  # programs and layers, before the first step
     received: int = 0  # messages from the controller
+    arrived: int = -1  # the newest round of islands by mailbox whose global weights are there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +104,11 @@ class Up(Record):
 class Vote(Record):
     """A stage has dispatched most of a step; from its leader only.
 
-    It has two rounds where an island is a job of its own: the newest whose global weights have
-    arrived, and the newest that another island has sent to.
+    It has a round where an island is a job of its own: the newest that another one has sent to.
     """
 
     kind = "vote"
     step: int
-    arrived: int = -1
     opened: int = -1
 
 
@@ -329,7 +328,7 @@ class Verdict(Record):
     step: int
     stop: bool  # whether to end after this step
     save: bool  # whether to write a checkpoint after it
-    arrived: int = -1  # the newest round that all stages have
+    arrived: int = -1  # the newest round that all processes have
     opened: int = -1  # the newest round that a stage knows to be open
 
 

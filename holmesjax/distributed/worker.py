@@ -223,7 +223,12 @@ class Worker:
         member.status("was starting JAX")
         chunks = self._make_chunks(self._join(start), start)
         setup = TrainingSetup(
-            job, chunks, self._me.cluster, has_trained=has_trained, session=member.session
+            job,
+            chunks,
+            self._me.cluster,
+            has_trained=has_trained,
+            session=member.session,
+            noted_s=lambda: member.noted_s,
         )
         mb_per_s = job.config.checkpoint.scrub
         scrub = self._store.scrub(mb_per_s) if self._store else contextlib.nullcontext()

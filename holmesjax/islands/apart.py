@@ -10,6 +10,7 @@ The processes of an island land the same round before the same step: `agree` tel
 """
 
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ from holmesjax.islands.landing import (
 )
 from holmesjax.islands.mailbox import Arrived, Mailbox, News
 from holmesjax.islands.mailbox_records import IslandProgress, Merged
-from holmesjax.islands.mailbox_seat import MailboxSeat
+from holmesjax.islands.mailbox_seat import JobProgress, MailboxSeat
 from holmesjax.islands.meeting import Arrays, with_weights
 from holmesjax.islands.rejoining import open_mailbox
 from holmesjax.islands.runner import Island, IslandsInputs, IslandsRunner
@@ -201,6 +202,10 @@ class IslandApart(IslandsRunner):
             weights = self._sent_before if is_known else copies(params_of(states))
             assert weights is not None, "it was fetched"
             self._sent = _Sent(number, progress.step, counted, weights)
+            try:
+                self._mailbox.adopt(number, progress)
+            except OSError as error:
+                raise of_system(error) from None
         first = IslandProgress(0, done, self._consumed(done), 0)
         self._mailbox.start(first, self._on_host(copies(params_of(states))))
         self._waits_for("the mailbox of the islands")
@@ -328,7 +333,10 @@ class IslandApart(IslandsRunner):
     def _land_agreed(self, states: Sequence[ChunkState]) -> Sequence[ChunkState]:
         if self._agreed.arrived <= self._round:
             return states
-        return self._land(states, self._mailbox.take(self._agreed.arrived, self._limit_s))
+        self._waits_for(f"round {self._agreed.arrived} of the islands")
+        arrived = self._mailbox.take(self._agreed.arrived, self._limit_s)
+        self._waits_for("")
+        return self._land(states, arrived)
 
     def _land(self, states: Sequence[ChunkState], arrived: Arrived) -> Sequence[ChunkState]:
         """The states after the global weights of a round have come."""
@@ -418,6 +426,7 @@ def make_apart(
     compiled: Callable[[], None] = lambda: None,
     waits_for: Callable[[str], None] = lambda text: None,
     session: str | None = None,
+    noted_s: Callable[[], float] = lambda: -math.inf,
 ) -> IslandApart:
     """Compiles the chunks here of an island that is a job of its own.
 
@@ -427,6 +436,7 @@ def make_apart(
       config: of the island's job.
       run_dir: its run folder.
       session: of the job, where it has several processes.
+      noted_s: as in `JobProgress`, where it has several processes.
 
     Raises as `open_mailbox`.
     """
@@ -456,7 +466,7 @@ def make_apart(
         if seat.merges:
             print(text, flush=True)
 
-    mailbox = open_mailbox(config, run_dir, seat, say)
+    mailbox = open_mailbox(config, run_dir, seat, say, JobProgress(compiled, noted_s))
     skipped = skipped_data.read(run_dir)
     after = config.train.sequences_after
     return IslandApart(

@@ -2,11 +2,12 @@
 
 A lease is a number that its island counts up. It ends for a reader who has not seen it change for
 some seconds of his own clock, so clocks of machines need not agree. The island with the lowest
-number among those that live merges. The next one does after as long as a lease lasts, if nobody has
-by then: so a merger whose leases come and who does not merge holds nobody up. Two may merge at
+number among those that live merges. The next one does after as long as a lease lasts, if nobody
+merges then: so a merger whose leases come and who does not merge holds nobody up. Two may merge at
 once; the record of a round is written once, so the first one counts.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -23,15 +24,22 @@ class Leases:
     lasts_s: float
     clock: Callable[[], float]
     _seen: dict[str, tuple[object, float]] = field(default_factory=dict)
+    _taken_s: float = -math.inf
 
     def take(self, beats: Mapping[str, object]) -> None:
         """Takes what the leases say now, by island; one that is not there has ended."""
         now_s, before = self.clock(), self._seen
+        self._taken_s = now_s
         is_same = lambda name: name in before and before[name][0] == beats[name]
         # A new one at once, since another thread may read it.
         self._seen = {
             name: before[name] if is_same(name) else (beat, now_s) for name, beat in beats.items()
         }
+
+    @property
+    def are_known(self) -> bool:
+        """Whether they were read lately: who has slept for long does not know who lives."""
+        return self.clock() - self._taken_s < self.lasts_s / 2
 
     def live(self) -> set[str]:
         """The islands whose lease has not ended."""
@@ -62,6 +70,10 @@ class RoundWatch:
     clock: Callable[[], float]
     _quorum_s: float | None = None  # since when there is one
     _due_s: float | None = None  # since when it is due
+
+    def postpone(self) -> None:
+        """Another island merges it: whether this one does is asked anew when that stands still."""
+        self._due_s = None
 
     def is_mine(self, sent: Collection[str], live: Collection[str]) -> bool:
         """Whether this island merges the round now.

@@ -9,6 +9,7 @@ A place that cannot be reached, or an object that is damaged, is said, and tried
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,20 +24,21 @@ from holmesjax.islands.election import RoundWatch
 from holmesjax.islands.island_lease import IslandLease
 from holmesjax.islands.mailbox_places import Counted
 from holmesjax.islands.mailbox_records import (
-    MERGED,
     ROUNDS,
     DamagedObjectError,
     IslandProgress,
     Merged,
     Sent,
 )
-from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
+from holmesjax.islands.mailbox_seat import ALONE, JobProgress, MailboxSeat, Rules
 from holmesjax.islands.round_merging import (
     DamagedSentError,
+    ScratchError,
     temporary,
     weights_of,
     write_again,
     write_round,
+    writing_here,
 )
 from holmesjax.islands.sent_parts import SentParts, read_part
 
@@ -44,6 +46,8 @@ KEPT_ROUNDS = 4  # the newest, so that whoever reads one has the time to
 CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
 BACK_OFF_S = 5.0  # until what has failed is tried again
+MOST_BACK_OFF_S = 60.0  # for weights that look damaged, which are as many bytes as a round has
+MOST_LOST = 3  # fetches in a row that end without weights, until that is no progress
 Arrays = dict[str, np.ndarray]  # by layer and name
 
 
@@ -65,6 +69,7 @@ class _Letter(NamedTuple):
     round: int
     progress: IslandProgress
     arrays: Callable[[], Iterable[tuple[str, np.ndarray]]]
+    session: str
 
 
 class Mailbox:
@@ -78,6 +83,7 @@ class Mailbox:
       say: takes a line about what has happened.
       clock: seconds.
       poll_s: seconds between two looks.
+      progress: of the job, which a long transfer is.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Mailbox:
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
         poll_s: float = FOLDER_POLL_S,
+        progress: JobProgress = ALONE,
     ):
         self.place, self._seat, self._rules = place, seat, rules
         self._scratch, self.say, self._clock = scratch, say, clock
@@ -105,12 +112,21 @@ class Mailbox:
         self._newest: Merged | None = None
         self._damaged: set[str] = set()  # objects that were said to be
         self._suspect = -1  # a round whose weights looked damaged once
+        self._fetch_after_s = -1e9  # for the weights of that round
+        self._num_lost = 0  # fetches in a row that ended without weights
+        self._open: set[str] = set()  # the islands that have sent something to the open round
+        self._progress, self._moved_s = progress, -math.inf  # by time.monotonic
+        self._is_waited_for = False
+        place.advance = self._moved
         self._again_after_s = -1e9  # for a round that is written again
         self.lease = IslandLease(place, seat.order, seat.name, seat.session, rules.lease_s, clock)
         self.sent = SentParts(place, seat.order, self.lease, self._say_damaged)
+        self._held_s: float | None = clock()  # when the lease was held; None: it was said
         self._watch: RoundWatch | None = None
+        self._tried = -1  # the round that this process has begun to merge
         self._merge_after_s = -1e9  # behind a failure
-        self._away_s: float | None = None  # since when the place cannot be reached
+        self._away_s: float | None = None  # since when the place, or the disk here, fails
+        self._what_fails = ""
         self._failure: BaseException | None = None
         self._is_closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -122,7 +138,7 @@ class Mailbox:
     ) -> None:
         """Begins to work in threads; the weights are those of round 0, if there is no round."""
         if self._seat.writes:
-            self._first = _Letter(0, first, arrays)
+            self._first = _Letter(0, first, arrays, self.session)
         works = [self._work, self._hold_lease] if self._seat.merges else [self._work]
         self._threads = [threading.Thread(target=x, name="mailbox", daemon=True) for x in works]
         for thread in self._threads:
@@ -145,8 +161,17 @@ class Mailbox:
         """Sends weights to a round; `arrays` is called in the thread."""
         if self._seat.writes:
             with self._changed:
-                self._letters.append(_Letter(number, progress, arrays))
+                self._letters.append(_Letter(number, progress, arrays, self.session))
             self._wake.set()
+
+    def adopt(self, number: int, progress: IslandProgress) -> None:
+        """Takes over what an earlier job of the island has sent, to send it again if it must be.
+
+        Before `start`. Raises OSError.
+        """
+        if self._seat.writes and (weights := self.own_weights(number, progress.step)) is not None:
+            session = self.sent.of_round(number)[self._seat.name][0].session
+            self._posted = _Letter(number, progress, weights.items, session)
 
     def news(self) -> News:
         """The news that are known now. Raises what has ended the thread."""
@@ -170,24 +195,26 @@ class Mailbox:
         self._waited(None, limit_s, takes=False)
 
     def _waited(self, number: int | None, limit_s: float, takes: bool = True) -> Arrived:
-        deadline_s = time.monotonic() + limit_s
+        began_s, self._is_waited_for = time.monotonic(), True
         with self._changed:
             self._wanted = number
             while (found := self._found(number)) is None:
                 self._raise_failure()
                 newest = self._newest.round if self._newest else -1
-                if number is not None and number <= newest - KEPT_ROUNDS:
+                is_gone = number is not None and number <= newest - KEPT_ROUNDS
+                if is_gone and number != self.lease.fetches:
                     raise PeerError(
                         f"round {number} of the islands",
                         "is no longer in the mailbox",
                         found=f"round {newest} is its newest, and it keeps {KEPT_ROUNDS}",
                         fix="start again: the island goes on with the newest",
                     )
-                left_s = deadline_s - time.monotonic()
+                last_s = max(began_s, self._moved_s, self._progress.noted_s())
+                left_s = last_s + limit_s - time.monotonic()
                 if left_s <= 0:
-                    raise self._missing(number or 0, limit_s)
+                    raise self._missing(number, limit_s)
                 self._changed.wait(left_s)
-            self._wanted = None
+            self._wanted, self._is_waited_for = None, False
             if takes:
                 self._taken = found.record.round
                 for old in [known for known in self._arrived if known <= self._taken]:
@@ -197,24 +224,49 @@ class Mailbox:
     def _found(self, number: int | None) -> Arrived | None:
         return self._arrived.get(max(self._arrived, default=0) if number is None else number)
 
-    def _missing(self, number: int, limit_s: float) -> PeerError:
-        sent = self.sent.islands(number)
-        found = f"{len(sent)} of {self._rules.quorum} islands have sent to it"
+    def _missing(self, number: int | None, limit_s: float) -> PeerError:
+        newest = self._newest.round if self._newest else -1
+        wanted = newest if number is None and newest >= 0 else number or 0
+        problem = f"was not merged within {limit_s:.0f} s"
+        found = f"{len(self._islands_of(wanted))} of {self._quorum_of(wanted)} islands have sent"
+        if newest >= wanted:
+            problem = f"has not come within {limit_s:.0f} s"
+            found = f"its weights are in the mailbox, and {self._num_lost} fetches have failed"
         if self._away_s is not None:
-            found = "the mailbox cannot be reached"
+            found = self._what_fails
         return PeerError(
-            f"round {number} of the islands",
-            f"was not merged within {limit_s:.0f} s",
+            f"round {wanted} of the islands",
+            problem,
             found=found,
             fix="start again; let the other islands run, or use a smaller parallel.quorum",
         )
 
+    def _quorum_of(self, number: int) -> int:
+        return self._rules.quorum if number else 1
+
+    def _moved(self) -> None:
+        """A piece has gone or come; fetches that fail again and again are no progress.
+
+        Nor is it progress of steps, which nothing here holds up.
+        """
+        if self._num_lost < MOST_LOST:
+            self._moved_s = time.monotonic()
+            if self._is_waited_for:
+                self._progress.advance()
+
     def overdue(self, number: int) -> str:
         """The event of a round that was not merged in time."""
-        sent, quorum = self.sent.islands(number), self._rules.quorum
+        sent, quorum = self._islands_of(number), self._rules.quorum
+        if self._newest and self._newest.round >= number:
+            return f"round {number} is merged, and no weights have come here since"
         if len(sent) < quorum:
             return f"round {number} has no quorum: {', '.join(sent) or 'none'} sent, of {quorum}"
         return f"round {number} is late: {', '.join(sent)} sent, and nobody has merged it"
+
+    def _islands_of(self, number: int) -> list[str]:
+        """The islands that are known to have sent something to a round."""
+        is_open = number == (self._newest.round + 1 if self._newest else 0)
+        return sorted(self._open) if is_open else []
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -263,12 +315,14 @@ class Mailbox:
             pass
         except OSError as error:
             if self._away_s is None:
-                self._away_s = self._clock()
-                why = " ".join(str(error).split())
-                self.say(f"warning: the mailbox cannot be reached, steps go on: {why}")
+                self._away_s, why = self._clock(), " ".join(str(error).split())
+                self._what_fails = "the mailbox cannot be reached"
+                if isinstance(error, ScratchError):
+                    self._what_fails = "what is to be sent cannot be written here"
+                self.say(f"warning: {self._what_fails}, steps go on: {why}")
             return
         if self._away_s is not None:
-            self.say(f"the mailbox is there again after {self._clock() - self._away_s:.0f} s")
+            self.say(f"the mailbox is used again after {self._clock() - self._away_s:.0f} s")
             self._away_s = None
 
     def _say_damaged(self, text: str) -> None:
@@ -279,11 +333,29 @@ class Mailbox:
     # ---- the thread of the lease ---------------------------------------------------------------
 
     def _hold_lease(self) -> None:
+        self._held_s = self._clock()
         while not self._is_closing.is_set():
-            with self._telling(), contextlib.suppress(OSError):  # the other thread says so
-                self.lease.renew()
+            with self._telling():
+                self.hold_lease()
             self._is_closing.wait(self.lease.pause_s)
         self.lease.give_back()
+
+    def hold_lease(self) -> None:
+        """Renews the lease; says so where that fails for too long. Raises LostLeaseError."""
+        merged = self.lease.others_merged
+        try:
+            self.lease.renew()
+        except OSError as error:
+            is_long = (
+                self._held_s is not None and self._clock() - self._held_s > self._rules.lease_s / 2
+            )
+            if is_long and self._away_s is None:  # else the other thread has said so
+                self._held_s, why = None, " ".join(str(error).split())
+                self.say(f"warning: the lease of the island cannot be renewed: {why}")
+            return
+        self._held_s = self._clock()
+        if self.lease.others_merged > merged:
+            self._moved()
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -296,12 +368,13 @@ class Mailbox:
                 continue
             stem = self._stem(letter)
             with temporary(self._scratch) as path:
-                index = records.write_arrays(path, letter.arrays())
+                with writing_here(self._scratch):
+                    index = records.write_arrays(path, letter.arrays())
                 self.place.put_file(path, f"{stem}.bin")
             sent = Sent(
                 round=letter.round,
                 island=seat.name,
-                session=self.session,
+                session=letter.session,
                 part=seat.part,
                 parts=seat.parts,
                 progress=letter.progress,
@@ -316,7 +389,7 @@ class Mailbox:
     def _stem(self, letter: _Letter) -> str:
         """The name of what is sent, without its end."""
         seat = self._seat
-        return f"{records.round_folder(letter.round)}/{seat.name}.{self.session}.{seat.part}"
+        return f"{records.round_folder(letter.round)}/{seat.name}.{letter.session}.{seat.part}"
 
     def _send_again(self, following: int, names: Collection[str]) -> None:
         """Sends a letter to the open round again that somebody has removed, since it is damaged."""
@@ -335,16 +408,15 @@ class Mailbox:
 
     def _look(self, rounds: Mapping[int, Mapping[str, int]]) -> None:
         """Looks which round is the newest, who has sent to the next, and fetches weights."""
-        merged = [number for number, names in rounds.items() if MERGED in names]
-        newest = max(merged, default=-1)
+        newest = records.newest(rounds)
         if newest >= 0 and (self._newest is None or newest > self._newest.round):
-            record = self._read_merged(newest)
+            record = records.read_merged(self.place, newest)
             with self._changed:
                 self._newest = record
                 self._changed.notify_all()
             self.sent.forget(newest)
         following, open_ones = newest + 1, rounds.get(newest + 1, {})
-        others = {island for island, _ in records.senders(open_ones)}
+        self._open = {island for island, _ in records.senders(open_ones)}
         self._send_again(following, open_ones)
         if self._seat.merges:
             self.sent.read(following, open_ones)
@@ -353,7 +425,7 @@ class Mailbox:
                 self._letters.append(self._first)
             self._first = None
         with self._changed:
-            self._opened = following if others - {self._seat.name} else self._opened
+            self._opened = following if self._open - {self._seat.name} else self._opened
             wanted = self._wanted
             in_hand = max(self._arrived, default=self._taken)
         if wanted is not None and wanted > self._taken and wanted <= newest:
@@ -361,36 +433,50 @@ class Mailbox:
         else:
             number = newest if in_hand <= self._taken and newest > self._taken else -1
         if number >= 0 and number not in self._arrived:
-            wanted_record = self._newest if number == newest else self._read_merged(number)
+            is_newest = self._newest is not None and number == newest
+            wanted_record = self._newest if is_newest else records.read_merged(self.place, number)
             assert wanted_record is not None, "the newest round has a record"
-            weights = self._read_weights(wanted_record, rounds.get(number, {}))
-            with self._changed:
-                self._arrived[number] = Arrived(wanted_record, weights)
-                self._changed.notify_all()
+            self._fetch(wanted_record, rounds.get(number, {}))
 
-    def _read_weights(self, record: Merged, sizes: Mapping[str, int]) -> Arrays:
-        """The global weights of a round that are for this process.
+    def _fetch(self, record: Merged, sizes: Mapping[str, int]) -> None:
+        """Reads the global weights of a round that are for this process.
 
-        Those that look damaged twice are written again. Raises DamagedObjectError, and OSError.
+        Those that look damaged twice are written again, and read again after a pause that grows.
+        Raises DamagedObjectError, and OSError.
         """
+        if self._suspect == record.round and self._clock() < self._fetch_after_s:
+            return
+        self.lease.fetches = record.round
         try:
             records.refuse_outside(record.weights, record.file, sizes)
-            return records.read_arrays(self.place, record.file, record.weights, self._seat.names)
+            names = self._seat.names
+            weights = records.read_arrays(self.place, record.file, record.weights, names)
         except (DamagedObjectError, FileNotFoundError):
             is_sure, self._suspect = self._suspect == record.round, record.round
-            if self._seat.merges and is_sure:
-                self._write_again(record)
+            self._num_lost += 1
+            if self._num_lost == MOST_LOST:
+                self.say(f"{MOST_LOST} fetches of rounds in a row were given up")
+            pause_s = BACK_OFF_S * 2.0 ** min(self._num_lost - 2, 9) if is_sure else 0.0
+            self._fetch_after_s = self._clock() + min(pause_s, MOST_BACK_OFF_S)
+            if self._seat.merges and is_sure and self._write_again(record):
+                self._fetch_after_s = -1e9
             raise
+        finally:
+            self.lease.fetches = None
+        self._num_lost, self._suspect = 0, -1
+        with self._changed:
+            self._arrived[record.round] = Arrived(record, weights)
+            self._changed.notify_all()
 
-    def _write_again(self, record: Merged) -> None:
-        """Writes what is damaged of a round again, of exactly what was merged.
+    def _write_again(self, record: Merged) -> bool:
+        """Writes what is damaged of a round again, of exactly what was merged; whether it has.
 
         It is no other round then: islands have gone on from it. Raises DamagedObjectError where
         that is gone or damaged itself, and OSError.
         """
         number, folder = record.round, records.round_folder(record.round)
         if self._clock() < self._again_after_s:
-            return
+            return False
         self._again_after_s = self._clock() + BACK_OFF_S
         try:
             sizes = records.in_rounds(self.place.listed(folder)).get(number, {})
@@ -407,20 +493,14 @@ class Mailbox:
                 self._scratch,
                 self._rules.outer,
                 record=record,
-                before=self._read_merged(number - 1) if number else None,
+                before=records.read_merged(self.place, number - 1) if number else None,
                 sent=sent,
             )
         except (DamagedObjectError, FileNotFoundError) as error:
             text = f"round {number} is damaged and cannot be written again: {error}"
             raise DamagedObjectError(text) from None
         self.say(f"round {number} was damaged in the mailbox, and is written again")
-
-    def _read_merged(self, number: int) -> Merged:
-        name = f"{records.round_folder(number)}/{MERGED}"
-        content = self.place.read(name)
-        if content is None:
-            raise FileNotFoundError(name)
-        return Merged.from_bytes(content, name)
+        return True
 
     def own_weights(self, number: int, step: int) -> Arrays | None:
         """The weights here that the island has sent to a round after a step; None: they are gone.
@@ -440,7 +520,7 @@ class Mailbox:
     # ---- merging -------------------------------------------------------------------------------
 
     def _merge_if_due(self, rounds: Mapping[int, Mapping[str, int]]) -> bool:
-        if not self.lease.beat or self._clock() < self._merge_after_s:  # who lives is not known yet
+        if not self.lease.leases.are_known or self._clock() < self._merge_after_s:
             return False
         number = self._newest.round + 1 if self._newest else 0
         sent = self.sent.of_round(number)
@@ -456,11 +536,15 @@ class Mailbox:
                 clock=self._clock,
             )
         live = self.lease.leases.live() | {self._seat.name}
+        if self.lease.is_merging(number):
+            self._watch.postpone()
         if not self._watch.is_mine(sent, live):
             return False
         order = [name for name in self._seat.order if name in sent]
         if not number:  # all islands begin with the same weights: one is enough
             order = order[:1]
+        if self._tried != number:  # others wait for one try, and not for one that fails again
+            self._tried = self.lease.merges = number
         try:
             if before := self._newest:
                 sizes = rounds.get(before.round, {})
@@ -478,7 +562,7 @@ class Mailbox:
             )
         except DamagedSentError as error:
             self._say_damaged(str(error))
-            self.sent.remove(sent[error.island])
+            self.sent.remove_damaged(sent[error.island], str(error))
             return False
         except (DamagedObjectError, FileNotFoundError) as error:  # of the round before
             self._merge_after_s = self._clock() + BACK_OFF_S
@@ -486,6 +570,8 @@ class Mailbox:
             assert before, "what is sent is a DamagedSentError"
             self._write_again(before)
             return False
+        finally:
+            self.lease.merges = None
         if not is_own:  # another was faster, and says what there is to say
             return True
         left_out = sorted(live - set(order))
@@ -495,5 +581,7 @@ class Mailbox:
         return True
 
     def _remove_old(self, number: int, rounds: Mapping[int, Mapping[str, int]]) -> None:
-        for old in [known for known in rounds if known <= number - KEPT_ROUNDS]:
+        fetched = self.lease.fetched()  # by somebody whose link is slow
+        old_ones = [known for known in rounds if known <= number - KEPT_ROUNDS]
+        for old in [known for known in old_ones if known not in fetched]:
             self.place.remove([f"{records.round_folder(old)}/{name}" for name in rounds[old]])

@@ -15,9 +15,10 @@ def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
     Raises HolmesError for the mailbox of another run, and OSError.
     """
     content = records.sealed(run)
+    if place.read(records.RUN) is None:  # before anybody may take it for a mailbox
+        _refuse_without_condition(place, where)
     try:
         place.put(records.RUN, content, replaces=False)
-        _refuse_without_condition(place, where)
     except FileExistsError:
         try:
             found = records.opened(place.read(records.RUN) or b"", records.RUN)
@@ -44,7 +45,6 @@ def _refuse_without_condition(place: Counted, where: str) -> None:
         return
     finally:
         place.remove([name])
-    place.remove([records.RUN])
     raise HolmesError(
         where,
         "is in a store without conditional writes: two islands could merge one round",

@@ -6,8 +6,7 @@ first one wins, and the other is told. All methods raise OSError for what the pl
 
 import contextlib
 import os
-import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +14,8 @@ from typing import Protocol
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.files import places
 from holmesjax.files.whole_files import TEMPORARY, put_in_place, sync, temporary_of, write_whole
+
+BLOCK_BYTES = 16 << 20  # of a file that is copied
 
 
 class MailboxPlace(Protocol):
@@ -29,8 +30,11 @@ class MailboxPlace(Protocol):
     def put(self, name: str, content: bytes, *, replaces: bool = True) -> None:
         """Writes a small object. Raises FileExistsError for another one that is not replaced."""
 
-    def put_file(self, path: Path, name: str) -> None:
-        """Copies a file there; the object appears when it is whole."""
+    def put_file(self, path: Path, name: str, advance: Callable[[], object] = ...) -> None:
+        """Copies a file there; the object appears when it is whole.
+
+        `advance` is called with each block.
+        """
 
     def listed(self, name: str) -> dict[str, int]:
         """The objects below a name, with their bytes."""
@@ -65,12 +69,15 @@ class Folder:
             if self.read(name) != content:  # as an object store, where an answer may be lost
                 raise
 
-    def put_file(self, path: Path, name: str) -> None:
+    def put_file(self, path: Path, name: str, advance: Callable[[], object] = lambda: None) -> None:
         target = self._path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_of(target)
         try:
-            shutil.copyfile(path, temporary)
+            with path.open("rb") as source, temporary.open("wb") as copy:
+                while content := source.read(BLOCK_BYTES):
+                    copy.write(content)
+                    advance()
             sync(temporary)
             put_in_place(temporary, target)
         finally:
@@ -79,7 +86,7 @@ class Folder:
 
     def listed(self, name: str) -> dict[str, int]:
         found = {}
-        for folder, _, names in os.walk(self._path / name):
+        for folder, _, names in os.walk(self._path / name, onerror=_raise_but_absent):
             for path in (Path(folder, file) for file in names):
                 with contextlib.suppress(FileNotFoundError):  # somebody has just removed it
                     if not path.match(TEMPORARY):
@@ -94,18 +101,31 @@ class Folder:
                 folder.rmdir()
 
 
+def _raise_but_absent(error: OSError) -> None:
+    """Raises what `os.walk` would pass over: a folder that cannot be listed is not an empty one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 @dataclass
 class Counted:
     """A place whose requests and bytes are counted.
 
     Args:
       place: which does the work.
+      advance: called with each piece of arrays that has gone or come.
     """
 
     place: MailboxPlace
     requests: int = 0
     sent: int = field(default=0)  # bytes
     received: int = field(default=0)
+    pieces: int = 0
+    advance: Callable[[], object] = lambda: None
+
+    def _advance(self) -> None:
+        self.pieces += 1
+        self.advance()
 
     def read(self, name: str) -> bytes | None:
         self.requests += 1
@@ -117,6 +137,7 @@ class Counted:
         self.requests += 1
         content = self.place.read_piece(name, first, count)
         self.received += len(content)
+        self._advance()
         return content
 
     def put(self, name: str, content: bytes, *, replaces: bool = True) -> None:
@@ -124,10 +145,14 @@ class Counted:
         self.sent += len(content)
         self.place.put(name, content, replaces=replaces)
 
-    def put_file(self, path: Path, name: str) -> None:
+    def put_file(self, path: Path, name: str, advance: Callable[[], object] = lambda: None) -> None:
+        def advance_both() -> None:
+            self._advance()
+            advance()
+
         self.requests += 1
         self.sent += path.stat().st_size
-        self.place.put_file(path, name)
+        self.place.put_file(path, name, advance_both)
 
     def listed(self, name: str) -> dict[str, int]:
         self.requests += 1

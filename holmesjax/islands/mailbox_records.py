@@ -203,6 +203,20 @@ def in_rounds(listed: Mapping[str, int]) -> dict[int, dict[str, int]]:
     return found
 
 
+def newest(rounds: Mapping[int, Collection[str]]) -> int:
+    """The newest round that is merged, of those that `in_rounds` gives; -1: none is."""
+    return max((number for number, names in rounds.items() if MERGED in names), default=-1)
+
+
+def read_merged(place: MailboxPlace, number: int) -> "Merged":
+    """The record of a round. Raises DamagedObjectError, and OSError where it is not there."""
+    name = f"{round_folder(number)}/{MERGED}"
+    content = place.read(name)
+    if content is None:
+        raise FileNotFoundError(name)
+    return Merged.from_bytes(content, name)
+
+
 def refuse_outside(index: Index, file: str, sizes: Mapping[str, int]) -> None:
     """Raises DamagedObjectError where an array lies outside of its object of a round, as listed.
 

@@ -1,6 +1,8 @@
-"""Who a process is to a mailbox, and the rules by which its islands merge."""
+"""Who a process is to a mailbox and in its job, and the rules by which its islands merge."""
 
+import math
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holmesjax.config import OuterConfig
@@ -53,3 +55,19 @@ class Rules:
     quorum: int
     grace_s: float
     lease_s: float
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """The signs of progress of the job, whose processes wait for each other.
+
+    Args:
+      advance: called with each piece that goes or comes while a round is waited for.
+      noted_s: when a process has made progress, by `time.monotonic`.
+    """
+
+    advance: Callable[[], object] = lambda: None
+    noted_s: Callable[[], float] = lambda: -math.inf
+
+
+ALONE = JobProgress()  # of a job of one process

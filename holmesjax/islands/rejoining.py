@@ -17,22 +17,22 @@ from holmesjax.checkpoints import island_states, skipped_data
 from holmesjax.checkpoints.resume import Start
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, PlaceConfig
-from holmesjax.errors import HolmesError, of_system
+from holmesjax.errors import HolmesError, PeerError, of_system
 from holmesjax.files import places, run_folder
 from holmesjax.islands import mailbox_records as records
 from holmesjax.islands.mailbox import FOLDER_POLL_S, STORE_POLL_S, Mailbox
 from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, open_place
 from holmesjax.islands.mailbox_records import (
-    MERGED,
     DamagedObjectError,
     IslandProgress,
     Merged,
     Sent,
 )
-from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
+from holmesjax.islands.mailbox_seat import ALONE, JobProgress, MailboxSeat, Rules
 
 SCRATCH = "mailbox_scratch"
+READINGS, PAUSE_S = 4, 2.0  # of a record at the start, before it counts as damaged
 
 
 def place_of(config: Config) -> Counted:
@@ -66,7 +66,11 @@ def _identity(config: Config) -> dict[str, Any]:
 
 
 def open_mailbox(
-    config: Config, run_dir: Path, seat: MailboxSeat, say: Callable[[str], object]
+    config: Config,
+    run_dir: Path,
+    seat: MailboxSeat,
+    say: Callable[[str], object],
+    progress: JobProgress = ALONE,
 ) -> Mailbox:
     """The mailbox of an island's job. Raises as `place_of`."""
     parallel = config.parallel
@@ -77,7 +81,9 @@ def open_mailbox(
         lease_s=config.distributed.heartbeat_timeout_s,
     )
     poll_s = STORE_POLL_S if places.is_url(str(parallel.mailbox)) else FOLDER_POLL_S
-    return Mailbox(place_of(config), seat, rules, run_dir / SCRATCH, say, poll_s=poll_s)
+    return Mailbox(
+        place_of(config), seat, rules, run_dir / SCRATCH, say, poll_s=poll_s, progress=progress
+    )
 
 
 def note(run_dir: Path, entry: Mapping[str, Any]) -> None:
@@ -87,13 +93,22 @@ def note(run_dir: Path, entry: Mapping[str, Any]) -> None:
         file.write(f"{line}\n")
 
 
-def newest(place: Counted) -> Merged | None:
-    """The record of the newest round. Raises OSError, and DamagedObjectError."""
-    rounds = records.in_rounds(place.listed(records.ROUNDS))
-    if not (merged := [number for number, names in rounds.items() if MERGED in names]):
-        return None
-    name = f"{records.round_folder(max(merged))}/{MERGED}"
-    return Merged.from_bytes(place.read(name) or b"", name)
+def newest(place: Counted, pause: Callable[[float], object] = time.sleep) -> Merged | None:
+    """The record of the newest round, which is read some times before it counts as damaged.
+
+    Raises OSError, and DamagedObjectError.
+    """
+    for last in range(READINGS):
+        number = records.newest(records.in_rounds(place.listed(records.ROUNDS)))
+        if number < 0:
+            return None
+        try:
+            return records.read_merged(place, number)
+        except (DamagedObjectError, FileNotFoundError):  # or it was removed since it was listed
+            if last == READINGS - 1:
+                raise
+            pause(PAUSE_S)
+    raise AssertionError("the last reading returns or raises")
 
 
 def refuse_older(place: Counted, landed: int) -> None:
@@ -139,14 +154,14 @@ def own_sent(place: Counted, own: PlaceConfig) -> tuple[int, IslandProgress] | N
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Raises HolmesError for what cannot be read in the mailbox, or is damaged."""
+    """Raises HolmesError for what cannot be read in the mailbox, and PeerError for damage."""
     try:
         yield
     except OSError as error:
         raise of_system(error) from None
     except DamagedObjectError as error:
         fix = "put it back, or remove it: then its round is merged again, of what islands have sent"
-        raise HolmesError("the mailbox", "has a damaged object", found=error, fix=fix) from None
+        raise PeerError("the mailbox", "has a damaged object", found=error, fix=fix) from None
 
 
 def go_on(start: Start, say: Callable[[str], object]) -> Start | None:

@@ -25,6 +25,19 @@ class DamagedSentError(DamagedObjectError):
         self.island = island
 
 
+class ScratchError(OSError):
+    """A file of this process, beside the mailbox, cannot be written."""
+
+
+@contextlib.contextmanager
+def writing_here(scratch: Path) -> Iterator[None]:
+    """Raises ScratchError for an error of the disk here, which is none of the mailbox."""
+    try:
+        yield
+    except OSError as error:
+        raise ScratchError(error.errno, error.strerror, str(scratch)) from None
+
+
 def write_round(
     place: MailboxPlace,
     scratch: Path,
@@ -129,14 +142,18 @@ def _result(
             [parts] = sent.values()
             in_order = sorted(parts, key=lambda part: part.part)
             names = [name for part in in_order for name in part.index]
-            arrays = ((name, weights_of(place, parts, [name])[name]) for name in names)
-            weights, momentum = records.write_arrays(path, arrays), Index()
+            weights, momentum = Index(), Index()
+            for name in names:
+                x = weights_of(place, parts, [name])[name]
+                with writing_here(scratch), path.open("ab") as file:
+                    records.append_array(file, weights, name, x)
         else:
             weights, momentum = Index(), Index()
-            with path.open("wb") as file, momentum_path.open("wb") as momentum_file:
-                for name, new, v in _merged(place, outer, before, sent):
+            for name, new, v in _merged(place, outer, before, sent):
+                with writing_here(scratch), path.open("ab") as file:
                     records.append_array(file, weights, name, new)
-                    records.append_array(momentum_file, momentum, name, v)
+                with writing_here(scratch), momentum_path.open("ab") as file:
+                    records.append_array(file, momentum, name, v)
         yield _Result(path, momentum_path, weights, momentum)
 
 

@@ -4,7 +4,7 @@ Each record is read once, and damaged ones go.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from holmesjax.islands import mailbox_records as records
 from holmesjax.islands.island_lease import IslandLease
@@ -32,6 +32,7 @@ class SentParts:
         self._place, self._order, self._lease = place, order, lease
         self._say_damaged = say_damaged
         self._parts: dict[str, Sent] = {}
+        self._suspects: dict[str, str] = {}  # how it looked damaged once, by the name of an object
 
     def read(self, number: int, sizes: Mapping[str, int]) -> None:
         """Reads the records of what was sent to a round. Raises OSError.
@@ -55,7 +56,14 @@ class SentParts:
                     self._parts[name] = read_part(self._place, name, sizes)
                 except DamagedObjectError as error:
                     self._say_damaged(str(error))
-                    self._place.remove([name])  # its island sends it again
+                    if self._is_damaged(name, f"{sizes[file]} bytes"):
+                        self._place.remove([name])  # its island sends it again
+
+    def _is_damaged(self, name: str, text: str) -> bool:
+        """Whether an object looks damaged for the second time, in the same way."""
+        is_sure = self._suspects.get(name) == text
+        self._suspects = {} if is_sure else {**self._suspects, name: text}
+        return is_sure
 
     def of_round(self, number: int) -> dict[str, list[Sent]]:
         """The parts that islands have sent to a round, by name.
@@ -77,17 +85,16 @@ class SentParts:
                 found[island] = parts
         return found
 
-    def islands(self, number: int) -> list[str]:
-        """The islands that are known to have sent something to a round."""
-        return sorted({part.island for part in list(self._parts.values()) if part.round == number})
-
     def forget(self, number: int) -> None:
         """Forgets what was sent to a round and to those before."""
         self._parts = {name: part for name, part in self._parts.items() if part.round > number}
 
-    def remove(self, parts: Iterable[Sent]) -> None:
-        """Removes parts from the mailbox; their island sends them again. Raises OSError."""
-        for part in parts:
+    def remove_damaged(self, parts: Sequence[Sent], text: str) -> None:
+        """Removes what looks damaged for the second time; its island sends it again.
+
+        Raises OSError.
+        """
+        for part in parts if self._is_damaged(parts[0].file, text) else ():
             name = f"{part.file.removesuffix('.bin')}.json"
             self._place.remove([name])
             self._parts.pop(name, None)

@@ -349,6 +349,18 @@ def test_all_get_the_same_verdict(controller, members):
             assert verdict.stop == verdict.save == (step == 2)
 
 
+def test_a_round_lands_when_all_processes_have_it_and_opens_when_one_knows(controller, members):
+    """Member 1 leads no stage, and is the last to have the round."""
+    for step, (of_last, agreed) in enumerate([(-1, -1), (4, 4)], 1):
+        members[1].vote(step, of_last)
+        wait_until(lambda of_last=of_last: controller._seats[1].arrived == of_last)
+        members[0].vote(step, 4, 5)
+        members[2].vote(step, 4)
+        for member in members:
+            verdict = member.verdict(step)
+            assert (verdict.arrived, verdict.opened) == (agreed, 5)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -58,9 +58,9 @@ def test_whatever_is_no_record_is_refused_with_a_reason(message, problem):
 
 def test_the_bytes_of_a_record_are_pinned():
     """A change of these is a change of `PROTOCOL`."""
-    record = Standing(status="was busy", work="step", at_step=3, num_begun=3, received=7)
-    message = encode_of_member(Vote(step=3, arrived=7), record)
+    record = Standing(status="was busy", work="step", at_step=3, num_begun=3, received=7, arrived=6)
+    message = encode_of_member(Vote(step=3, opened=7), record)
     standing = {"status": "was busy", "work": "step", "at_step": 3, "num_begun": 3, "num_done": 0}
-    standing["received"] = 7
-    assert message == {"kind": "vote", "step": 3, "arrived": 7, "opened": -1, **standing}
-    assert messages.PROTOCOL == 14
+    standing |= {"received": 7, "arrived": 6}
+    assert message == {"kind": "vote", "step": 3, "opened": 7, **standing}
+    assert messages.PROTOCOL == 15

@@ -1,6 +1,5 @@
 """The mailbox of islands that wait for nobody: who merges, what, and what a damaged one does."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,14 +10,14 @@ import numpy as np
 import pytest
 
 from holmesjax.config import OuterConfig, PlaceConfig
-from holmesjax.errors import HolmesError, LostLeaseError
+from holmesjax.errors import HolmesError, LostLeaseError, PeerError
 from holmesjax.islands import mailbox_records as records, rejoining
 from holmesjax.islands.election import Leases, RoundWatch
 from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox
 from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, Folder, open_place
 from holmesjax.islands.mailbox_records import IslandProgress, Merged, Sent
-from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
+from holmesjax.islands.mailbox_seat import JobProgress, MailboxSeat, Rules
 from holmesjax.islands.weighted_mean import merge, weighted_mean
 from holmesjax.plan.mailbox_cost import mailbox_cost
 from tests.data.object_store import object_store
@@ -61,8 +60,7 @@ class Island:
         self.clock.now_s += later_s
         if self.clock.now_s - self.beat_s >= 1.0:
             self.beat_s = self.clock.now_s
-            with contextlib.suppress(OSError):  # as its thread does
-                self.box.lease.renew()
+            self.box.hold_lease()
         self.box.turn()
 
     def take(self, number):
@@ -225,6 +223,8 @@ def test_what_is_damaged_is_left_out_or_merged_again(make, tmp_path):
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
     one.turn()
     assert "has not the SHA-256 of its record" in one.said[0]
+    assert (tmp_path / "box/rounds/00000001").glob("b.*.json"), "it may have been a bad read"
+    one.turn()
     two.turn()  # its record is gone: it sends again
     two.turn()
     one.turn()
@@ -271,7 +271,7 @@ def test_a_merge_without_the_momentum_of_the_round_before_has_it_made_again(make
     assert "round 2 is damaged and cannot be written again" in two.said[-1]
     said = len(two.said)
     two.turn(later_s=6.0)
-    assert len(two.said) == said
+    assert two.said[said:] == ["3 fetches of rounds in a row were given up"]
 
 
 def test_of_two_jobs_of_an_island_the_one_with_the_lease_counts(make):
@@ -333,6 +333,8 @@ def test_a_record_names_nothing_that_is_not_its_own(make, tmp_path):
     ):
         path.write_bytes(other.to_bytes())
         one.turn()
+        assert path.exists()
+        one.turn()
         assert one.box.sent.of_round(1) == {}
         assert not path.exists()
     merged = dataclasses.replace(one.box._newest, file="rounds/00000000/../../x")
@@ -368,10 +370,17 @@ def test_a_mailbox_that_lacks_a_round_which_has_landed_is_refused(make):
 def test_a_store_that_writes_over_what_is_there_is_refused(tmp_path):
     place = Folder(tmp_path / "box")
     real_put = place.put
-    place.put = lambda name, content, *, replaces=True: real_put(name, content)
+    names = []
+
+    def put(name, content, *, replaces=True):
+        names.append(name)
+        real_put(name, content)
+
+    place.put = put
     with pytest.raises(HolmesError, match="without conditional writes"):
         claim(Counted(place), {"seed": 1}, "box")
     assert not (tmp_path / "box").exists()
+    assert "run.json" not in names, "nobody may find a mailbox that is about to be refused"
 
 
 def test_a_record_that_was_changed_is_none():
@@ -402,16 +411,175 @@ def test_a_place_that_is_away_is_said_once_and_tried_again(make):
     one.turn(later_s=30.0)
     one.box.place.listed = listed
     one.turn()
-    one.turn()
+    one.turn(later_s=2.0)  # it hears of b again, whose lease does not change any more
+    one.turn(later_s=5.0)
     assert one.said == [
         "warning: the mailbox cannot be reached, steps go on: [Errno 5] away",
-        "the mailbox is there again after 30 s",
+        "the mailbox is used again after 30 s",
     ]
     assert one.take(1).record.islands == {"a": 1}
 
 
 def _raise_away(name):
     raise OSError(5, "away")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
+    place = Folder(tmp_path)
+    assert place.listed("rounds") == {}
+    (tmp_path / "rounds").write_text("no folder")
+    with pytest.raises(NotADirectoryError):
+        place.listed("rounds")
+
+
+def test_a_lease_counts_up_for_others_though_they_cannot_be_read(make):
+    one, two = begun(make)
+    real, one.box.place.listed = one.box.place.listed, _raise_away
+    for _ in range(4):
+        one.clock.now_s += 2.0
+        one.box.hold_lease()
+        two.turn(later_s=2.0)
+        assert "a" in two.box.lease.leases.live()
+    assert one.said == ["warning: the lease of the island cannot be renewed: [Errno 5] away"]
+    one.box.place.listed = real
+    one.send(1, seed=1)
+    one.box.turn()
+    one.box.turn()
+    assert one.box.news().arrived == 0, "it does not know who lives"
+    one.turn(later_s=2.0)
+    one.turn(later_s=5.0)
+    assert one.box.news().arrived == 1
+
+
+def test_weights_that_stay_damaged_are_read_again_after_pauses_that_grow(make, tmp_path):
+    one, two = begun(make)
+    one.send(1, seed=1)
+    one.turn(later_s=20.0)
+    one.turn(later_s=5.0)
+    for path in (tmp_path / "box/rounds/00000001").glob("a.*.bin"):
+        path.unlink()
+    [path] = (tmp_path / "box").glob("rounds/00000001/global.*.bin")
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    reads, real = [], two.box.place.read_piece
+
+    def read_piece(name, *of):
+        reads.extend([name] if name.startswith("rounds/00000001/global") else [])
+        return real(name, *of)
+
+    two.box.place.read_piece = read_piece
+    for _ in range(600):
+        two.turn(later_s=1.0)
+    assert 10 <= len(reads) <= 20
+    assert two.said.count("3 fetches of rounds in a row were given up") == 1
+    with pytest.raises(PeerError, match=r"its weights are in the mailbox, and \d+ fetches"):
+        two.take(1)
+    assert two.box.overdue(1) == "round 1 is merged, and no weights have come here since"
+
+
+def test_a_merge_that_takes_long_is_done_once(make):
+    """The next one waits for as long as pieces go and come, and merges when they do not."""
+    one, two = begun(make)
+    one.send(1, seed=1)
+    two.send(1, seed=2)
+    two.turn()
+    one.turn()  # sends
+    one.box.place.remove(["rounds/00000001/merged.json"])
+    one.box.lease.merges = 1
+    for _ in range(10):
+        one.box.place.advance()
+        one.box.place.pieces += 1
+        one.box.lease.renew()
+        two.turn(later_s=1.9)
+        assert two.box.news().arrived == 0
+    for _ in range(6):  # its lease lives, and nothing moves
+        one.box.lease.renew()
+        two.turn(later_s=1.9)
+    two.turn()
+    assert two.take(1).record.by == "b"
+
+
+def test_a_round_that_somebody_reads_stays(make):
+    one, two = begun(make)
+    two.box.lease.fetches = 0
+    for number in range(1, KEPT_ROUNDS + 3):
+        two.box.lease.renew()
+        one.send(number, seed=number)
+        one.turn(later_s=20.0)
+        one.turn(later_s=20.0)
+        one.take(number)
+    rounds = sorted(records.in_rounds(one.box.place.listed(records.ROUNDS)))
+    assert rounds == [0, *range(number - KEPT_ROUNDS + 1, number + 1)]
+
+
+def test_what_an_earlier_job_has_sent_is_sent_again_if_it_is_damaged(make, tmp_path):
+    one, two = begun(make)
+    two.send(1, seed=2, step=7)
+    two.turn()
+    again = make(1)
+    again.box.adopt(1, IslandProgress(1, 7, 8, 1))
+    for path in (tmp_path / "box/rounds/00000001").glob("b.*"):
+        path.unlink()
+    again.turn()
+    again.turn()
+    one.send(1, seed=1)
+    one.turn()
+    one.turn()
+    record = one.take(1).record
+    assert (record.islands, record.known["b"].step) == ({"a": 1, "b": 1}, 7)
+
+
+def test_a_wait_lasts_for_as_long_as_pieces_come(make):
+    """They are progress of the job then, and not while it makes steps."""
+    one, told = make(0), []
+    one.box._progress = JobProgress(lambda: told.append(time.monotonic()))
+    one.box._moved()
+    assert not told
+    threading.Timer(0.2, one.box._moved).start()
+    began_s = time.monotonic()
+    with pytest.raises(PeerError, match=r"round 0 .*was not merged within 0 s\n.*0 of 1 islands"):
+        one.box._waited(None, 0.3)
+    assert time.monotonic() - began_s >= 0.45
+    assert len(told) == 1
+
+
+def test_a_record_that_is_read_badly_once_is_read_again(make, tmp_path):
+    one, _ = begun(make)
+    path = tmp_path / "box/rounds/00000000/merged.json"
+    content = path.read_bytes()
+    path.write_bytes(b"{")
+    assert rejoining.newest(one.box.place, lambda s: path.write_bytes(content)).round == 0
+    path.write_bytes(b"{")
+    with pytest.raises(records.DamagedObjectError):
+        rejoining.newest(one.box.place, lambda s: None)
+
+
+def test_a_disk_that_is_full_is_not_the_mailbox(make, monkeypatch):
+    one, _ = begun(make)
+    one.send(1, seed=1)
+
+    def fail(path, arrays):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "write_arrays", fail)
+    one.turn()
+    [line] = one.said
+    assert line.startswith(
+        "warning: what is to be sent cannot be written here, steps go on: [Errno"
+    )
+    assert line.endswith("scratch'")
+
+
+def test_a_lease_that_an_older_job_writes_late_is_written_over(make, tmp_path):
+    path = tmp_path / "box/leases/a.json"
+    old, young = make(0), make(0)
+    old.box.lease.renew()
+    late = path.read_bytes()
+    young.box.lease.renew()
+    path.write_bytes(late)  # it was on its way when the young one began
+    young.box.lease.renew()
+    with pytest.raises(LostLeaseError):
+        old.box.lease.renew()
+    young.box.lease.renew()
 
 
 def test_a_job_whose_island_another_job_trains_ends(make):
