@@ -265,16 +265,7 @@ class Worker:
                     vote=functools.partial(self._vote, runner),
                 ),
                 runner,
-                writing.Writer(
-                    job.run_dir,
-                    chunks,
-                    self._send_saved,
-                    self._send_unsaved,
-                    self._files.fence(epoch),
-                    self._files.begin_mirror(epoch),
-                    member.advance,
-                    reads_all=job.config.checkpoint.partner,
-                ),
+                self._writer(chunks, epoch),
             )
             member.send(Up())
             done = loop.run(start.resume, saved.sequences if saved else 0)
@@ -283,6 +274,18 @@ class Worker:
         self._leave(done, close, is_over=loop.is_over)
         self._end_memory(memory, is_whole)
         return 0 if is_whole else REQUEUE
+
+    def _writer(self, chunks: Sequence[Chunk], epoch: int) -> writing.Writer:
+        return writing.Writer(
+            self._job.run_dir,
+            chunks,
+            self._send_saved,
+            self._send_unsaved,
+            self._files.fence(epoch),
+            self._files.begin_mirror(epoch),
+            self._member.advance,
+            reads_all=self._job.config.checkpoint.partner,
+        )
 
     def _end_memory(self, memory: PartnerMemory | None, is_whole: bool) -> None:
         """Gives the memory back, unless the run was stopped before its end."""

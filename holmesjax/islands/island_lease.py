@@ -123,7 +123,7 @@ class IslandLease:
 
 
 def _lease_in(content: bytes | None, name: str) -> dict[str, Any]:
-    """What a lease says; nothing where it is gone or damaged."""
+    """The content of a lease; nothing where it is gone or damaged."""
     with contextlib.suppress(DamagedObjectError):
         found = records.opened(content or b"", name)
         if isinstance(found.get("session"), str) and isinstance(found.get("job", 0), int):

@@ -72,7 +72,14 @@ def open_mailbox(
     say: Callable[[str], object],
     progress: JobProgress = ALONE,
 ) -> Mailbox:
-    """The mailbox of an island's job. Raises as `place_of`."""
+    """The mailbox of an island's job. Raises as `place_of`.
+
+    Args:
+      config, run_dir: of the job.
+      seat: the part of the weights of this process.
+      say: takes lines for the user.
+      progress: told of bytes that come.
+    """
     parallel = config.parallel
     rules = Rules(
         outer=parallel.outer_rule,

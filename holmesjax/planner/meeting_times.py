@@ -23,7 +23,7 @@ from holmesjax.topology.machines import Topology
 
 
 class MeetingPaths:
-    """What the meetings of some islands take, by the layers that meet."""
+    """The seconds and dollars of meetings of some islands, by the layers that meet."""
 
     def __init__(self, config: Config, topology: Topology, islands: Sequence[Plan]):
         self._topology, self._islands = topology, islands
@@ -93,8 +93,8 @@ class MeetingPaths:
         if key not in self._paths:
             ends = self._islands[a].stages[s], self._islands[b].stages[t]
             each = [stage.devices if self._is_per_device else stage.nodes for stage in ends]
-            nodes = [list(stage.nodes) for stage in ends]
-            self._paths[key] = self._node_paths.path(*nodes, min(map(len, each)))
+            there, here = (list(stage.nodes) for stage in ends)
+            self._paths[key] = self._node_paths.path(there, here, min(map(len, each)))
         return self._paths[key]
 
     def _shares(self, source: StagePlan, target: StagePlan) -> dict[tuple[str, str], float]:
@@ -146,6 +146,7 @@ class MeetingPaths:
         """
         count, number_bytes = self.num_islands, codec_of(outer).num_bytes
         dollars = 0.0
+        num_bytes: float
         for layer, owned in self._numbers.items():
             for a, b in itertools.permutations(range(count), 2):
                 num_bytes = number_bytes * (owned[a] + owned[b])

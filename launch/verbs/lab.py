@@ -186,8 +186,8 @@ def _dry_run(commands: Commands, faults: list[Fault], command: argparse.Namespac
     """Returns every line that would be run, with comments between them."""
     lines = ["# build the lab", *commands.build()]
     if commands.lab.delays_s:
-        words = shlex.join(namespaces.delaying_words(commands))
-        lines += ["# start the process that delays, which ends with its standard input", words]
+        line = shlex.join(namespaces.delaying_words(commands))
+        lines += ["# start the process that delays, which ends with its standard input", line]
     words = ["worker", str(command.job.run_dir)] if command.verb == "train" else ["agent"]
     nodes = commands.lab.nodes
     if command.verb == "profile":

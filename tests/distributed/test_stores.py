@@ -271,7 +271,7 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
 
 
 def test_a_process_that_wakes_up_late_changes_nothing_of_its_successor(tmp_path):
-    """What the launcher of its own start has asked for has waited in its connection."""
+    """A request of the launcher of its own start has waited in its connection."""
     home, far = tmp_path / "home", tmp_path / "far"
     write_parts(far, "part_1", step=4)
     with hub_of(home) as (hub, join):

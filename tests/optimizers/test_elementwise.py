@@ -212,7 +212,7 @@ def test_what_cannot_be_is_refused(settings, problem, tmp_path):
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_stage_may_train_nothing(name):
-    """As the first stage of a model whose first layers are frozen."""
+    """The first stage of a model whose first layers are frozen is such a one."""
     function = "tests.own_models:signs" if RULES[name].takes_function else None
     config = OptimizerConfig(name=name, learning_rate=1.0, function=function)
     params = {"block_000": {}}
