@@ -138,14 +138,20 @@ class Commands:
 
     def _late(self, number: int) -> list[str]:
         """A device through which packets go to the process that delays, and come back."""
-        ip, late = f"ip -n {self.switch}", late_name(number)
+        ip, tc, late = f"ip -n {self.switch}", f"tc -n {self.switch}", late_name(number)
         return [
             f"{ip} tuntap add dev {late} mode tap",
             f"{ip} link set dev {late} mtu {MTU_BYTES} txqueuelen {LATE_FRAMES}",
             f"{ip} link set dev {late} addrgenmode none master br-eth up",
-            # What the bridge sent there would come back.
+            # What the bridge sent there would come back; its own calls go to all ports.
             f"bridge -n {self.switch} link set dev {late} "
             "learning off flood off mcast_flood off bcast_flood off",
+            f"{tc} qdisc add dev {late} root handle 1: htb default {LOST:x}",
+            f"{tc} class add dev {late} parent 1: classid 1:{NIC:x} htb rate 100gbit burst 1mb "
+            f"cburst 1mb quantum {FRAME_BYTES}",
+            f"{tc} filter add dev {late} parent 1: protocol ip pref {CLASSIFY} "
+            f"u32 match u32 0 0 flowid 1:{NIC:x}",
+            *self._loss(late),
         ]
 
     def _lead(self, device: str, ways: Sequence[tuple[int, int]], behind: int = -1) -> list[str]:
@@ -228,7 +234,7 @@ class Commands:
         return lines
 
     def _loss(self, port: str) -> list[str]:
-        """A class of a node's port that loses packets on their way.
+        """A class of a port that loses packets on their way.
 
         A queue of the sender's own would tell its TCP, which then gives the connection up in 8 s.
         """
