@@ -88,7 +88,9 @@ def named_files(config: DataConfig) -> CorpusFiles:
         files = [CorpusFile(root.name, root, kind)]
     else:
         files = sorted(files_in(root, config, left_out))
-    if not files:
+    if not any(file.path.stat().st_size for file in files):
+        for file in files:
+            left_out.add(EMPTY, file.name)
         raise nothing(config, root, left_out)
     return CorpusFiles(files=files, left_out=left_out)
 

@@ -27,7 +27,7 @@ CSV, TSV = "CSV table", "TSV table"  # whose first row has the names of columns
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
 READ = (TEXT, *JSON, CSV, TSV, PARQUET, ARROW, ARRAY_RECORD)
 BINARY = "binary file"
-EMPTY = "empty file"  # such as the `_SUCCESS` of Spark: no document
+EMPTY = "empty file"  # without an ending, such as the `_SUCCESS` of Spark: no document
 TABLES_ABOUT = ("_metadata", "_common_metadata")  # parquet files about the others of a folder
 ABOUT_TABLES = "metadata of parquet files"
 OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
@@ -111,6 +111,8 @@ def kind_of(path: Path) -> FileKind:
         packing += (inner,)
     content = _content(head, is_whole=len(head) < HEAD_BYTES)
     ending = Path(compressed_files.without_endings(path.name)).suffix
+    if content == EMPTY and ending:
+        content = TEXT  # such as `__init__.py`: a document without a word
     promise = PROMISES.get(ending)
     wanted = compressed_files.promised(path.name)
     if content == POINTER and (promise or wanted):

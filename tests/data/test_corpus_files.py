@@ -109,7 +109,7 @@ NOT_READ = {
     "arrays.jsonl": (f"{ARRAY}\n".encode() * 1000, "JSON without an object in a line"),
     "no_mark.txt": ("text of Windows".encode("utf-16-le"), "UTF-16 without a mark"),
     "_SUCCESS": (b"", "empty file"),  # of Spark
-    "none.txt.gz": (gzip.compress(b""), "empty file in gzip"),
+    "none.gz": (gzip.compress(b""), "empty file in gzip"),
     "_metadata": (parquet_bytes(), "metadata of parquet files"),  # with the places of other files
     "a.parquet.gz": (gzip.compress(parquet_bytes()), "compressed parquet file in gzip"),
 }
