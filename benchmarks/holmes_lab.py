@@ -362,7 +362,7 @@ def main() -> int:
     }
     path = args.out / f"holmes_lab_{found_versions['jax']}.json"
     try:
-        namespaces.refuse_without_means()
+        namespaces.refuse_without_means(delays=True)
         if args.go_on:
             result = go_on(result, path)
     except HolmesError as error:

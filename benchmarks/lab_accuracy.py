@@ -216,7 +216,7 @@ def networks_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def measure_all(cells: Sequence[Cell], steps: int) -> Iterator[tuple[str, Found]]:
     """Network by network. Raises HolmesError, or Failed where a run has no figure."""
-    namespaces.refuse_without_means()
+    namespaces.refuse_without_means(delays=True)
     os.chdir(CHECKOUT)  # where the nodes' processes find these modules
     networks = networks_of(cells)
     with tempfile.TemporaryDirectory(prefix="holmes_lab_") as text, compile_cache():

@@ -211,7 +211,7 @@ def main() -> int:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     try:
-        namespaces.refuse_without_means()
+        namespaces.refuse_without_means(delays=True)
         links = [measure(args.rate, ms, args.turns, args.seconds) for ms in args.round_trips]
     except HolmesError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from holmesjax import config as configs, hub_names, process_variables, xla_flags
-from holmesjax.config import BYTES, Config
+from holmesjax.config import BYTES, Config, unread_settings
 from holmesjax.costs.parameters import parameter_counts
 from holmesjax.costs.stage_shape import DTYPE_BYTES
 from holmesjax.data import cluster_paths, tokenizer_files
@@ -280,7 +280,7 @@ def load_config(run_dir: str | Path) -> Config:
         use = "make a run of it: python -m launch import {} --to RUN_DIR"
         fix = hub_names.fix(str(run_dir), fix, use=use)
         raise ConfigError(str(run_dir), "is no run folder", found=f"no {CONFIG} in it", fix=fix)
-    return configs.load(path, settings_of=SETTINGS_OF)
+    return unread_settings.of_begun_run(lambda: configs.load(path, settings_of=SETTINGS_OF))
 
 
 def load(
@@ -314,10 +314,12 @@ def load(
         fix = "give the path of a run file, such as configs/runs/quickstart.yaml, or a run folder"
         raise ConfigError("the run", "must be a path", found=repr(target), fix=fix)
     target, overrides = Path(target), yaml_files.as_overrides(overrides)
-    if os.path.isdir(target):  # False where it may not be looked at, and then reading it says so
+    is_begun = os.path.isdir(target)
+    if is_begun:  # False where it may not be looked at, and then reading it says so
         overrides = _of_folder(target, overrides)
         target = target / CONFIG
-    config = configs.load(target, overrides, SETTINGS_OF)
+    read = lambda: configs.load(target, overrides, SETTINGS_OF)
+    config = unread_settings.of_begun_run(read) if is_begun else read()
     refuse_empty_groups(config)
     config, topology = _with_machines(config, configs.topology_path(config, target), what_if)
     clusters = [cluster.name for cluster in topology.clusters]

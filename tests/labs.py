@@ -14,7 +14,7 @@ from launch.lab_machine import namespaces
 
 def _missing() -> str | None:
     try:
-        namespaces.refuse_without_means()
+        namespaces.refuse_without_means(delays=True)
     except HolmesError as error:
         return f"{error.problem}: {error.found}"
     trial = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)

@@ -21,11 +21,7 @@ from holmesjax.checkpoints import island_states, manifest, second_reading, skipp
 from holmesjax.checkpoints.changed_settings import Change, changes_since, show
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
-from holmesjax.config import (
-    DataConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from holmesjax.config import DataConfig, OptimizerConfig, TrainConfig, unread_settings
 from holmesjax.errors import (
     CheckpointError,
     ConfigError,
@@ -115,10 +111,11 @@ class Start:
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:
         """Returns the line about a changed learning rate of the next step, if it has changed."""
         saved, config = checkpoint.settings, self.job.config
-        before = TrainConfig(**saved["train"])
+        before = unread_settings.section_of_begun_run("train", saved["train"])
+        optimizer = unread_settings.section_of_begun_run("optimizer", saved["optimizer"])
         was_steps, now_steps = before.steps, config.train.steps
         length = saved["model"]["context_length"]
-        was = _rate(OptimizerConfig(**saved["optimizer"]), before, length, self.step)
+        was = _rate(optimizer, before, length, self.step)
         now = _rate(config.optimizer, config.train, config.model.context_length, self.step)
         if math.isclose(was, now, rel_tol=1e-6):
             return []

@@ -171,9 +171,9 @@ def sequences_with_capacity_are_whole(
 
 def experts_cut_evenly(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
     expert, where = parallel.expert or 1, "parallel.expert"
-    for name, plain in (("expert_placement", "number"), ("expert_chunks", None)):
+    for name, plain in (("expert_placement", ("number",)), ("expert_chunks", (None, 1))):
         value = getattr(parallel, name)
-        if value != plain and model.experts is None:
+        if value not in plain and model.experts is None:
             problem, fix = "is for a model with experts", "leave it out"
             yield wrong(f"parallel.{name}", problem, value, fix)
     if expert == 1:

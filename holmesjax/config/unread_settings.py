@@ -4,10 +4,12 @@ A setting that a run changes and that nothing reads is a mistake of whoever wrot
 another one than its file says. Checks of single subjects, as of islands, have rows of their own.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.data_sources import SOURCES
@@ -17,6 +19,7 @@ from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.config.update_rules import OF_RULES, RATE_SCHEDULES, RULES
 from holmesjax.errors import ConfigError
 
+ConfigOfRun = TypeVar("ConfigOfRun", bound=Any)
 SECTIONS: dict[str, Any] = {
     "train": TrainConfig,
     "optimizer": OptimizerConfig,
@@ -100,8 +103,45 @@ TABLE = (
 )
 
 
+_ARE_ALLOWED = contextvars.ContextVar("unread settings are allowed", default=False)
+
+
+@contextlib.contextmanager
+def _allowed() -> Iterator[None]:
+    token = _ARE_ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _ARE_ALLOWED.reset(token)
+
+
+def of_begun_run(load: Callable[[], ConfigOfRun]) -> ConfigOfRun:
+    """The config of a run that an earlier version may have begun, without what nothing reads."""
+    with _allowed():
+        config = load()
+        sections = {name: _without_unread(name, getattr(config, name)) for name in SECTIONS}
+        return dataclasses.replace(config, **sections)
+
+
+def section_of_begun_run(section: str, saved: Mapping[str, Any]) -> Any:
+    """A section of such a config, from the settings in a checkpoint."""
+    with _allowed():
+        return _without_unread(section, SECTIONS[section](**saved))
+
+
+def _without_unread(section: str, settings: Any) -> Any:
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    unread = {
+        name: defaults[name]
+        for row in TABLE
+        if row.section == section and not row.is_read(settings)
+        for name in row.names
+    }
+    return dataclasses.replace(settings, **unread) if unread else settings
+
+
 def _refused(row: Unread, section: Any) -> Iterator[ConfigError]:
-    if row.is_read(section):
+    if row.is_read(section) or _ARE_ALLOWED.get():
         return
     problem = row.problem.format(own=section)
     defaults = {field.name: field.default for field in dataclasses.fields(SECTIONS[row.section])}

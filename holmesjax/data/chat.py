@@ -44,7 +44,7 @@ from holmesjax.data.tokenizer_files import FileTokenizer
 from holmesjax.errors import DataError
 
 WHERE = "data.corpus"
-VERSION = 3  # raised when the same dialogue gives other tokens
+VERSION = 4  # raised when the same dialogue gives other tokens
 VARIABLES = "chat_template_kwargs"  # the field of a line with variables for the template
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
@@ -217,7 +217,7 @@ def _dialogue(found: Any, where: str) -> Dialogue:
         roles = ", ".join(message["role"] for message in said)
         fix = "give it an answer of the role assistant, or leave it out"
         raise DataError(where, "has nothing that a model is to say", found=roles, fix=fix)
-    if found.get("functions") is not None:
+    if found.get("functions"):  # a table has an empty column of them
         fix = 'write them as "tools": [{"type": "function", "function": {...}}]'
         raise DataError(where, "has functions of an older form", found="functions", fix=fix)
     tools = found.get("tools")
@@ -273,6 +273,10 @@ def _encoder(config: DataConfig) -> Encode:
         return _bytes_of
     tokenizer = tokenizer_files.of_run(config)
     if (template := tokenizer.template) is None:
+        if config.chat_template_kwargs:
+            problem = "is for a chat template, and the tokenizer has none"
+            shown, fix = json.dumps(config.chat_template_kwargs), "leave it out"
+            raise DataError("data.chat_template_kwargs", problem, found=shown, fix=fix)
         return _plain_encoder(tokenizer)
 
     def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:

@@ -59,6 +59,16 @@ class _MarkedGeneration(_Generation):
     marks = (BEGIN_MARK, END_MARK)
 
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one field, the usual one first
+
+
+def _with_thoughts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A turn whose thoughts have both names that templates read, as in `transformers` 5.23."""
+    if (thoughts := next((turn[key] for key in THOUGHTS if key in turn), None)) is None:
+        return turn
+    return {"thinking": thoughts, **turn, "reasoning_content": thoughts}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """The template of a tokenizer."""
@@ -174,7 +184,9 @@ class ChatTemplate:
         is_marked: bool = False,
     ) -> str:
         usual = {"tools": tools, "documents": None, "add_generation_prompt": False}
-        said = [{key: x for key, x in turn.items() if x is not None} for turn in messages]
+        said = [
+            _with_thoughts({k: x for k, x in turn.items() if x is not None}) for turn in messages
+        ]
         values = {**usual, **self.variables, "messages": said, **own}
         return _compiled(self._source(tools), is_marked).render(values)
 

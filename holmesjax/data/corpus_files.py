@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from holmesjax.config import PYTHON_STDLIB, DataConfig
 from holmesjax.data import file_kinds, object_stores
-from holmesjax.data.file_kinds import EMPTY, FileKind
+from holmesjax.data.file_kinds import ABOUT_TABLES, EMPTY, FileKind
 from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 
@@ -106,7 +106,7 @@ def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Corp
         name = path.relative_to(root).as_posix()
         if kind.is_read:
             yield CorpusFile(name, path, kind)
-        elif config.pattern is None or kind.content == EMPTY:
+        elif config.pattern is None or kind.content in (EMPTY, ABOUT_TABLES):
             left_out.add(kind.words, name)
         else:
             raise not_read(path, kind)

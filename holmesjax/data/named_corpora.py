@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holmesjax.config import Config, DataConfig, NamedCorpus, OptimizerConfig, ParallelConfig
+from holmesjax.config.data_sources import SOURCES
 from holmesjax.data import sources
 from holmesjax.data.mixing import Schedule, WeightsFrom
 from holmesjax.data.sources import (
@@ -154,13 +155,21 @@ def _look(config: Config, data: DataConfig, global_batch: int, num_validation: i
 
 def _plain(data: DataConfig) -> DataConfig:
     """The settings of `data.corpus` alone."""
-    return dataclasses.replace(data, mixture=None, mixture_changes=None, validation=None)
+    return _of_one(data, source=data.source)
 
 
 def _alone(data: DataConfig, entry: NamedCorpus) -> DataConfig:
     """The settings of one corpus, whose last part is held out."""
     own: dict[str, Any] = {name: getattr(entry, name) for name in ("corpus", "source", "pattern")}
-    return dataclasses.replace(data, **own, mixture=None, mixture_changes=None, validation=None)
+    return _of_one(data, **own)
+
+
+def _of_one(data: DataConfig, *, source: str, **own: Any) -> DataConfig:
+    """The settings of one corpus of several, with a dtype only where its source reads one."""
+    none: dict[str, Any] = {"mixture": None, "mixture_changes": None, "validation": None}
+    if not SOURCES[source].reads_dtype:
+        none["dtype"] = None
+    return dataclasses.replace(data, source=source, **own, **none)
 
 
 def _whole(data: DataConfig, entry: NamedCorpus) -> DataConfig:

@@ -181,7 +181,7 @@ def files_below(path: Path) -> list[Path]:
 def errors() -> tuple[type[Exception], ...]:
     """The errors of reading files: the clients of stores have classes of their own."""
     loaded = [(sys.modules.get(module), name) for module, name in ERRORS]
-    return (OSError, *(getattr(module, name) for module, name in loaded if module))
+    return (OSError, *(getattr(module, name) for module, name in loaded if hasattr(module, name)))
 
 
 def said_by(error: Exception) -> str:

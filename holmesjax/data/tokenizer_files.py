@@ -340,7 +340,7 @@ def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
         raise DataError(where, f"has another {key} than {MAIN}", found=said[key], fix=fix)
     own_class = said.get("tokenizer_class")
     kind = str(own_class or files.json(OF_MODEL).get("model_type")).lower()
-    is_of_bert = any(part in kind for part in OF_BERTS)
+    is_of_bert = "herbert" not in kind and any(part in kind for part in OF_BERTS)
     is_asked = normalizer.get("type") == BERT and (is_of_bert or own_class is None)
     for key, (name, default) in OF_BERT.items() if is_asked else ():
         value, other = said.get(key, default if is_of_bert else normalizer[name]), normalizer[name]

@@ -21,7 +21,7 @@ import numpy as np
 from holmesjax import job as jobs
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.config import BYTES, DataConfig, ModelConfig
+from holmesjax.config import BYTES, ModelConfig, unread_settings
 from holmesjax.config.rotary import switch_length
 from holmesjax.data import sources, tokenizer_files
 from holmesjax.data.sources import Tokenizer
@@ -319,7 +319,7 @@ def encoded(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
 
 def tokenizer_of(run_dir: Path, found: Checkpoint) -> Tokenizer:
     """The tokenizer of a checkpoint, from the copy in the run folder."""
-    data = DataConfig(**found.settings["data"])
+    data = unread_settings.section_of_begun_run("data", found.settings["data"])
     if data.tokenizer != BYTES:
         own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
         data = replace(data, tokenizer=str(own))

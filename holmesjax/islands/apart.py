@@ -192,8 +192,9 @@ class IslandApart(IslandsRunner):
         self._where = {name: x.sharding for name, x in params_of(states).items()}
         self._position = int(on_host(states[0].opt_state.updates))
         standing = self._standing = standing_in(states)
-        rejoining.refuse_older(self._mailbox.place, standing.round)
-        self._sent_before = self._fetched(standing.sent_round, standing.sent_step)
+        with self._mailbox.waited_for():
+            rejoining.refuse_older(self._mailbox.place, standing.round)
+            self._sent_before = self._fetched(standing.sent_round, standing.sent_step)
         if self._own_sent:
             number, progress = self._own_sent
             is_same = (standing.sent_round, standing.sent_step) == (number, progress.step)
@@ -203,7 +204,8 @@ class IslandApart(IslandsRunner):
             assert weights is not None, "it was fetched"
             self._sent = _Sent(number, progress.step, counted, weights)
             try:
-                self._mailbox.adopt(number, progress)
+                with self._mailbox.waited_for():
+                    self._mailbox.adopt(number, progress)
             except OSError as error:
                 raise of_system(error) from None
         first = IslandProgress(0, done, self._consumed(done), 0)

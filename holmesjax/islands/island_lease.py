@@ -95,7 +95,9 @@ class IslandLease:
         lease = _lease_in(self._place.read(self._object), self._object)
         session, job = lease.get("session", self._session), lease.get("job", 0)
         self._has_held |= bool(lease) and session == self._session
-        if not self._has_held and session != self._session:
+        if session == self._session:  # another process of the job may be the one that renews it
+            self._job = max(self._job, job)
+        elif not self._has_held:
             self._job = max(self._job, job + 1)
         elif (job, session) > (self._job, self._session):  # else it was on its way for long
             raise LostLeaseError(

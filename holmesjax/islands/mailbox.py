@@ -47,7 +47,7 @@ CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
 BACK_OFF_S = 5.0  # until what has failed is tried again
 MOST_BACK_OFF_S = 60.0  # for weights that look damaged, which are as many bytes as a round has
-MOST_LOST = 3  # fetches in a row that end without weights, until that is no progress
+MOST_LOST = 3  # fetches, or turns, in a row that fail, until that is no progress
 Arrays = dict[str, np.ndarray]  # by layer and name
 
 
@@ -114,6 +114,7 @@ class Mailbox:
         self._suspect = -1  # a round whose weights looked damaged once
         self._fetch_after_s = -1e9  # for the weights of that round
         self._num_lost = 0  # fetches in a row that ended without weights
+        self._num_failed = 0  # turns in a row that ended with an error
         self._open: set[str] = set()  # the islands that have sent something to the open round
         self._progress, self._moved_s = progress, -math.inf  # by time.monotonic
         self._is_waited_for = False
@@ -194,6 +195,15 @@ class Mailbox:
         """Waits until the global weights of a round are here. Raises as `take`."""
         self._waited(None, limit_s, takes=False)
 
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Takes pieces as progress of the job meanwhile, which does nothing else."""
+        self._is_waited_for = True
+        try:
+            yield
+        finally:
+            self._is_waited_for = False
+
     def _waited(self, number: int | None, limit_s: float, takes: bool = True) -> Arrived:
         began_s, self._is_waited_for = time.monotonic(), True
         with self._changed:
@@ -245,11 +255,11 @@ class Mailbox:
         return self._rules.quorum if number else 1
 
     def _moved(self) -> None:
-        """A piece has gone or come; fetches that fail again and again are no progress.
+        """A piece has gone or come; what fails again and again behind it is no progress.
 
         Nor is it progress of steps, which nothing here holds up.
         """
-        if self._num_lost < MOST_LOST:
+        if max(self._num_lost, self._num_failed) < MOST_LOST:
             self._moved_s = time.monotonic()
             if self._is_waited_for:
                 self._progress.advance()
@@ -314,6 +324,7 @@ class Mailbox:
         except FileNotFoundError:  # somebody has just removed an old round
             pass
         except OSError as error:
+            self._num_failed += 1
             if self._away_s is None:
                 self._away_s, why = self._clock(), " ".join(str(error).split())
                 self._what_fails = "the mailbox cannot be reached"
@@ -321,6 +332,7 @@ class Mailbox:
                     self._what_fails = "what is to be sent cannot be written here"
                 self.say(f"warning: {self._what_fails}, steps go on: {why}")
             return
+        self._num_failed = 0
         if self._away_s is not None:
             self.say(f"the mailbox is used again after {self._clock() - self._away_s:.0f} s")
             self._away_s = None

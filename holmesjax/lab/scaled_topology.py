@@ -32,6 +32,7 @@ MAX_CLUSTERS, MAX_NODES = 255, 254
 
 FULL = 0.9  # of a core: the rest is for the supervisor and the kernel
 MIN_RATE_BYTES_PER_S = 1e3  # below, a frame takes ten seconds
+MAX_ROUND_TRIP_S = 2.0  # calls of processes and of TCP end after a few seconds
 MIN_DELAY_S = 500e-6  # of a way: what is shorter, the process that delays would itself take
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 
@@ -321,13 +322,22 @@ def _check(topology: Topology, scale: float) -> None:
     rates = [_link_rate(topology, a, b) for a, b in topology.links]
     rates += [pipe.capacity_bytes_per_s for pipe in topology.pipes]
     rates += [rate for node in topology.nodes for rate in _fabric_rates(node).values()]
+    trips_s = {
+        (a, b): link.latency_s + topology.links[b, a].latency_s
+        for (a, b), link in topology.links.items()
+    }
+    least = max(trips_s.values(), default=0.0) / MAX_ROUND_TRIP_S
+    least = max(least, MIN_RATE_BYTES_PER_S / min(rates)) if rates else least
+    fix = f"use --scale {least:.2g} or more"
     if rates and scale * min(rates) < MIN_RATE_BYTES_PER_S:
-        raise TopologyError(
-            topology.name,
-            "its slowest link is too slow to be shaped",
-            found=f"{show(min(rates), 'b/s')} x {scale:.3g}",
-            fix=f"use --scale {MIN_RATE_BYTES_PER_S / min(rates):.2g} or more",
-        )
+        problem = "its slowest link is too slow to be shaped"
+        shown = f"{show(min(rates), 'b/s')} x {scale:.3g}"
+        raise TopologyError(topology.name, problem, found=shown, fix=fix)
+    for (a, b), trip_s in trips_s.items():
+        if trip_s > scale * MAX_ROUND_TRIP_S:
+            problem = f"a lab has round trips of {MAX_ROUND_TRIP_S:g} s at most"
+            shown = f"{show(trip_s, 's')} / {scale:.3g}"
+            raise TopologyError(f"{a} <-> {b}", problem, found=shown, fix=fix)
 
 
 def _node(

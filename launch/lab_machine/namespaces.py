@@ -39,8 +39,8 @@ def cgroup_version() -> Version | None:
     return "v1" if Path(CGROUPS["v1"], "cpu.cfs_quota_us").exists() else None
 
 
-def refuse_without_means() -> None:
-    """Raises HolmesError unless a lab can be built here."""
+def refuse_without_means(*, delays: bool = False) -> None:
+    """Raises HolmesError unless a lab can be built here; one that delays packets needs more."""
     fix = "--dry-run prints every command that would be run, and needs nothing"
     if os.geteuid() != 0:
         problem = "building network namespaces and cgroups needs root"
@@ -51,7 +51,7 @@ def refuse_without_means() -> None:
         problem = f"needs the programs {', '.join(PROGRAMS)}"
         fix = f"apt-get install {packages}; {fix}"
         raise HolmesError("lab", problem, found=f"no {', '.join(missing)}", fix=fix)
-    if not Path(delay_line.TUN).exists():
+    if delays and not Path(delay_line.TUN).exists():
         problem, fix = "needs TAP devices, to delay packets", f"modprobe tun; {fix}"
         raise HolmesError("lab", problem, found=f"no {delay_line.TUN}", fix=fix)
     if cgroup_version() is None:

@@ -13,7 +13,7 @@ import numpy as np
 from holmesjax import job as jobs, units
 from holmesjax.checkpoints import manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.config import BYTES, DataConfig, ModelConfig
+from holmesjax.config import BYTES, ModelConfig, unread_settings
 from holmesjax.config.data_sources import SOURCES
 from holmesjax.data import tokenizer_files, tokenizer_paths
 from holmesjax.data.tokenizer_files import FileTokenizer
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokenizer(run_dir: Path, found: Checkpoint, kept: Path) -> FileTokenizer | None:
     """The tokenizer of a checkpoint; that which came with the weights, if its data have none."""
-    data = DataConfig(**found.settings["data"])
+    data = unread_settings.section_of_begun_run("data", found.settings["data"])
     if data.tokenizer != BYTES:
         own = tokenizer_files.copy_of_run(run_dir, data.tokenizer, found.path)
         return tokenizer_files.of_run(data, own)

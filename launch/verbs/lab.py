@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(*_dry_run(commands, faults, args.command), sep="\n")
         return 0
-    namespaces.refuse_without_means()
+    namespaces.refuse_without_means(delays=bool(lab.delays_s))
     sys.stdout.flush()
     return _run_in(commands, args.command, faults)
 
@@ -82,7 +82,8 @@ class _Watch:
 
 def _run_in(commands: Commands, command: argparse.Namespace, faults: list[Fault]) -> int:
     with unwinding(), namespaces.built(commands):
-        print(*_round_trips(commands), sep="\n", flush=True)
+        for line in _round_trips(commands):
+            print(line, flush=True)
         if command.verb == "profile":
             return _profile(commands, command)
         launcher = namespaces.LabLauncher(commands)

@@ -294,7 +294,7 @@ class _Session:
             sizes_bytes=list(probe.SIZES_BYTES[1:]),
             rounds=probe.ROUNDS,
             window_bytes=windows.window_bytes(rate, round_trip_s, count),
-            timeout_s=CONNECT_S,
+            timeout_s=CONNECT_S + 4 * round_trip_s,
             # A connection opens its window over many round trips.
             limit_s=max(probe.LIMIT_S, probe.ROUND_TRIPS * round_trip_s),
         )

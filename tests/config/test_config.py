@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from holmesjax import config as configs
-from holmesjax.config import ModelConfig, OptimizerConfig, ParallelConfig
+from holmesjax.config import ModelConfig, OptimizerConfig, ParallelConfig, unread_settings
 from holmesjax.errors import ConfigError, Mistakes
 from holmesjax.files import yaml_files
 from tests.config.settings_at_the_limit import AT_THE_LIMIT
@@ -298,3 +298,20 @@ def test_topology_path_is_found_from_three_places(run_file, tmp_path, monkeypatc
     assert configs.topology_path(checkout, path).samefile(
         configs.CHECKOUT / "configs/topologies/ib_roce.yaml"
     )
+
+
+def test_a_run_that_an_earlier_version_began_may_have_settings_that_nothing_reads(run_file):
+    """A new run may not: they are defaults, as is what it reads in their place."""
+    path = run_file()
+    beside = ("optimizer.name=lion", "optimizer.epsilon=0.1", "optimizer.beta1=0.5")
+    with pytest.raises(Mistakes, match=r"optimizer\.epsilon"):
+        configs.load(path, beside)
+    begun = unread_settings.of_begun_run(lambda: configs.load(path, beside))
+    assert (begun.optimizer.name, begun.optimizer.beta1) == ("lion", 0.5)
+    assert begun.optimizer.epsilon == configs.load(path).optimizer.epsilon
+    assert dataclasses.replace(begun, run=begun.run) == begun  # it is checked as any other now
+    saved = {"learning_rate": 1e-3, "name": "lion", "epsilon": 0.1, "beta1": 0.5}
+    section = unread_settings.section_of_begun_run("optimizer", saved)
+    assert section == OptimizerConfig(learning_rate=1e-3, name="lion", beta1=0.5)
+    with pytest.raises(Mistakes):
+        OptimizerConfig(**saved)

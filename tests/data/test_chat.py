@@ -163,7 +163,7 @@ def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, mon
             "a training in message 1",
             "true",
         ),
-        ('{"prompt": "a", "answer": "b", "functions": []}', "functions of an older", "functions"),
+        ('{"prompt": "a", "answer": "b", "functions": [{}]}', "functions of an older", "functions"),
         (
             '{"prompt": "a", "answer": "b", "chat_template_kwargs": {"messages": 1}}',
             "chat_template_kwargs that are none",

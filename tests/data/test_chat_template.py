@@ -46,6 +46,14 @@ def test_known_templates_give_known_texts():
     assert template(LLAMA, bos_token="<s>").render(messages) == want
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_each_name_that_a_template_reads(name):
+    """The oracle is `_alias_reasoning_fields` of transformers 5.23."""
+    source = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
+    turn = {"role": "assistant", "content": "x", name: "hm"}
+    assert template(source).render([turn]) == "hm|hm"
+
+
 @pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prompts", "blocks"])
 def test_answers_are_found_in_the_text_of_a_whole_dialogue(source):
     text, answers = template(source).answers(TURNS)

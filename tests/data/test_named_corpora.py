@@ -270,3 +270,13 @@ def test_the_command_shows_each_corpus_and_how_often_a_run_reads_it(load, tmp_pa
     assert "train of web documents: " in out
     assert "validation set own documents: 12, " in out
     assert "run         30 of 40 sequences are of web: " in out
+
+
+def test_a_dtype_is_for_the_tokens_of_a_mixture_alone(load, tmp_path):
+    """The corpora of text are looked for, and read, without it."""
+    (np.arange(400, dtype="<u2") % 256).tofile(tmp_path / "ids.bin")
+    tokens = "{name: ids, corpus: ids.bin, source: tokens}"
+    config = load(f"data.mixture=[{MIXED[0]}, {tokens}]", "data.dtype=uint16")
+    assert len(read(config).data.train) > 0
+    config = load("data.corpus=web", f"data.validation=[{tokens}]", "data.dtype=uint16")
+    assert len(read(config).data.validation) > 0

@@ -14,6 +14,7 @@ from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.errors import HolmesError, LostLeaseError, PeerError
 from holmesjax.islands import mailbox, mailbox_records as records, rejoining
 from holmesjax.islands.election import Leases, RoundWatch
+from holmesjax.islands.island_lease import IslandLease
 from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox
 from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, Folder, open_place
@@ -273,6 +274,23 @@ def test_a_merge_without_the_momentum_of_the_round_before_has_it_made_again(make
     said = len(two.said)
     two.turn(later_s=6.0)
     assert two.said[said:] == ["3 fetches of rounds in a row were given up"]
+
+
+def test_a_process_that_never_renews_a_lease_holds_it_with_those_that_do(tmp_path):
+    """An island has several processes; the lease of the job before them is still there."""
+    place = Counted(Folder(tmp_path))
+    lease = lambda session: IslandLease(place, ("a", "b"), "a", session, 4.0, Clock())
+    before, renews, sends = lease("f" * 16), lease("0" * 16), lease("0" * 16)
+    before.renew()
+    renews.renew()
+    sends.refuse_lost()
+    renews.renew()
+    sends.refuse_lost()
+    later = lease("1" * 16)
+    later.renew()
+    for lost in (before, renews, sends):
+        with pytest.raises(LostLeaseError):
+            lost.refuse_lost()
 
 
 def test_of_two_jobs_of_an_island_the_one_with_the_lease_counts(make):

@@ -237,6 +237,14 @@ def test_the_scale_keeps_sending_over_computing_for_another_run(tmp_path):
 # ---- bad input -----------------------------------------------------------------------------
 
 
+def test_a_lab_too_slow_for_calls_is_refused(tmp_path):
+    """100 ms at a hundredth of the speed would be 10 s."""
+    with pytest.raises(TopologyError, match=r"round trips of 2 s at most") as error:
+        commands(tmp_path, TWO_BY_TWO.replace("50 us", "50 ms"))
+    assert error.value.fix == "use --scale 0.05 or more"
+    assert commands(tmp_path, TWO_BY_TWO.replace("50 us", "50 ms"), scale=0.051)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_none_is_refused(tmp_path, scale):
     with pytest.raises(ConfigError, match="--scale"):
