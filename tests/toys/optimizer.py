@@ -19,6 +19,7 @@ RULE = UpdateRule(
     module=__name__,
     kept=lambda config: ("float32", "float32"),
     describe=lambda config: "beliefs in float32",
+    reads=("beta1", "beta2"),
 )
 
 

@@ -35,7 +35,12 @@ TOYS = {schedule: "parallel.schedule", optimizer: "optimizer.name", data: "data.
 CLUSTERS = {"ib": (2,), "roce": (2,)}
 SMALL = ["model.num_layers=2", "model.width=16", "model.num_heads=2", "data.documents=mask"]
 RATE = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.clip_norm=0.5"]
-RUN = [*SMALL, *RATE, *(f"{setting}={toy.NAME}" for toy, setting in TOYS.items())]
+RUN = [
+    *SMALL,
+    *RATE,
+    "optimizer.epsilon=1e-8",
+    *(f"{setting}={toy.NAME}" for toy, setting in TOYS.items()),
+]
 PLANS = [
     ["parallel.data=2", "parallel.microbatches=4"],
     ["parallel.data=1", "parallel.tensor=2", "parallel.microbatches=2"],
