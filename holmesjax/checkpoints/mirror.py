@@ -122,7 +122,7 @@ class Mirror:
     def put_file(self, path: Path, name: str, advance: Callable[[], object] = lambda: None) -> None:
         """Copies a file, some blocks in memory at a time; the object appears when it is whole.
 
-        Where reading fails, or `advance` raises, no object appears, and one that is there stays.
+        No object appears, and one that is there stays, where reading fails or `advance` raises.
         """
         size = path.stat().st_size
         block = max(BLOCK_BYTES, -(-size // MOST_BLOCKS // 2**18) * 2**18)

@@ -129,10 +129,13 @@ def section_of_begun_run(section: str, saved: Mapping[str, Any]) -> Any:
         return _without_unread(section, SECTIONS[section](**saved))
 
 
+def _default(section: str, name: str) -> Any:
+    return SECTIONS[section].__dataclass_fields__[name].default
+
+
 def _without_unread(section: str, settings: Any) -> Any:
-    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
     unread = {
-        name: defaults[name]
+        name: _default(section, name)
         for row in TABLE
         if row.section == section and not row.is_read(settings)
         for name in row.names
@@ -144,9 +147,8 @@ def _refused(row: Unread, section: Any) -> Iterator[ConfigError]:
     if row.is_read(section) or _ARE_ALLOWED.get():
         return
     problem = row.problem.format(own=section)
-    defaults = {field.name: field.default for field in dataclasses.fields(SECTIONS[row.section])}
     for name in row.names:
-        if (value := getattr(section, name)) not in (defaults[name], *row.plain):
+        if (value := getattr(section, name)) not in (_default(row.section, name), *row.plain):
             yield wrong(f"{row.section}.{name}", problem, value, row.fix)
 
 

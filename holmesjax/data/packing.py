@@ -90,7 +90,7 @@ class Spans:
     @property
     def marks_end(self) -> tuple[bool, ...]:
         """`DocumentRange.marks_end` of each range: the tokenizer says it, not the files."""
-        return tuple(own.marks_end for own in self._ranges)
+        return tuple(documents.marks_end for documents in self._ranges)
 
     def spans(self, document_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place of the first token of each, and the number of its tokens with a target."""

@@ -3,8 +3,9 @@
     python -m launch.lab_machine.delay_line late0=0.025 late1=0.005    # seconds, one way
 
 The kernel leads what goes a delayed way to a device `late<k>`, and this process reads it there.
-What it writes to the same device when it is due comes out of it, on the bridge. It must be in the
-namespace of the devices. It ends when its standard input does, so with the lab, however that ends.
+It writes each packet to the same device when it is due, which then comes out on the bridge. It must
+be in the namespace of the devices. It ends when its standard input does, so with the lab, however
+that ends.
 
 A frame comes as TCP has handed it over, 64 KiB at most, its check sums not made yet: so the 14,000
 packets of a gigabit take 2,000 reads. What is to be done with a frame stands in a header of the

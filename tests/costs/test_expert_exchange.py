@@ -160,10 +160,10 @@ def test_what_devices_that_share_experts_compute_and_send_again(
     frozen = dataclasses.replace(model, frozen=("*/*_EDF", "*/*_EFD"))
     (alone, shared), (still, still_shared) = (
         [
-            stage_times(own, stage(axis), [device], None, None, **{axis: pair})
+            stage_times(trains, stage(axis), [device], None, None, **{axis: pair})
             for axis in ("fsdp", "expert")
         ]
-        for own in (model, frozen)
+        for trains in (model, frozen)
     )
     one_s = 2 * 16 * 2 * (2 * 32 * 24) / 0.5  # of two sequences; a product reaches half the peak
     more = lambda name: getattr(shared, name) - getattr(alone, name)
