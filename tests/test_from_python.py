@@ -52,6 +52,7 @@ def saved(run_dir, step):
     return {name: facts["digest"] for name, facts in arrays.items()}
 
 
+@pytest.mark.one_version
 def test_the_code_of_the_page_trains_to_the_same_bits(tmp_path, capsys, monkeypatch):
     """The loop is left after step 3, and its code goes on to step 4 when it runs again.
 

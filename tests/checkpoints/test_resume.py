@@ -380,6 +380,7 @@ def finished_by_tokens(folder):
     return resume.find(job, (), print).finished()
 
 
+@pytest.mark.one_version
 def test_another_batch_takes_the_sequences_that_follow(tmp_path, monkeypatch):
     """4 steps with 8 and 4 with 4 sequences: the first 48 in order, none twice, none left out."""
     seen = []

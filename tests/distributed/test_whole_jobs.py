@@ -11,6 +11,8 @@ RTOL = 1e-5  # sums in another order, in float32
 
 
 # name -> nodes of each cluster, by their devices; settings
+SELDOM = "one stage over clusters, tensor over nodes"
+VALIDATING = "validations of many microbatches, two devices in a process"
 JOBS = {
     "three stages, unequal data, tied, a process for each device, encrypted": (
         {"a": (2,), "b": (1,), "c": (1,)},
@@ -20,14 +22,14 @@ JOBS = {
         ],
         ["model.num_layers=3", "model.tied_embeddings=true"],
     ),
-    "one stage over clusters, tensor over nodes": (
+    SELDOM: (
         {"ib": (1, 1), "roce": (1, 1)},
         ["parallel.clusters=null", "parallel.data=2", "parallel.tensor=2"],
         ["model.num_layers=1"],
     ),
     # The first stage has 96 forwards that wait for nothing, three times what XLA's client takes.
     # They are so large that they take longer than their dispatch.
-    "validations of many microbatches, two devices in a process": (
+    VALIDATING: (
         {"a": (2,), "b": (2,)},
         [
             *("parallel.layers=[2,1]", "parallel.tensor=2", "parallel.microbatches=16"),
@@ -47,12 +49,15 @@ def losses_of(run_dir) -> list[float]:
 
 
 # A stage that spans clusters is no plan that the planner makes, and costs as much as another job.
-SELDOM = "one stage over clusters, tensor over nodes"
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive) if n == SELDOM else n for n in JOBS],
+    [
+        pytest.param(VALIDATING, marks=pytest.mark.one_version),
+        pytest.param(SELDOM, marks=pytest.mark.exhaustive),
+        *(name for name in JOBS if name not in (VALIDATING, SELDOM)),
+    ],
 )
 def test_the_steps_are_those_of_one_device(tmp_path, name):
     clusters, settings, model = JOBS[name]

@@ -27,6 +27,7 @@ from tests.clusters import make_cluster, make_config, make_topology
 from tests.diloco import diloco
 from tests.priced_saves import assert_priced_as_written
 from tests.small_runs import RUN, SMALL
+from tests.versions import rows
 
 ISLANDS = {"parallel.across": "local_updates", "parallel.every": 2}
 
@@ -53,6 +54,7 @@ def test_one_island_that_meets_in_every_step_trains_as_a_run_without(tmp_path):
     assert {f"island_0.{name}": digest for name, digest in plain.items()}.items() <= island.items()
 
 
+@pytest.mark.one_version
 def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, capsys):
     """The steps meet after 2, 4 and 5; it stops after 3."""
     whole = trainer(tmp_path / "whole", **ISLANDS, **{"train.eval_every": 4})
@@ -108,7 +110,7 @@ def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bit
     assert saved(tmp_path / "cut", 13) == saved(tmp_path / "whole", 13)
 
 
-@pytest.mark.parametrize("rule", ["noloco", "eager", "co2"])
+@pytest.mark.parametrize("rule", rows({rule: rule for rule in ("noloco", "eager", "co2")}))
 def test_a_run_of_another_rule_goes_on_to_the_same_bits(tmp_path, rule):
     """It meets after 2, 4 and 5 steps, and stops after 3; then others go on, and lose no round."""
     outer = {"rule": rule, "codec": "bfloat16"}

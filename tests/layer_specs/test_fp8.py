@@ -23,6 +23,7 @@ from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.program_shapes import batch_shapes, gradient_shapes, replica_shapes
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.one_device import SEED, assert_near, check_gradient, step_inputs
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("fp8")
 
@@ -78,7 +79,7 @@ def on_host(states, name):
     return found
 
 
-@pytest.mark.parametrize("fp8, plan", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("fp8, plan", rows(CASES))
 def test_every_plan_trains_as_one_device(fp8, plan):
     """Two steps: in the first no magnitude is known, and the second has the scales of the first."""
     model = dataclasses.replace(MODEL, fp8=fp8)

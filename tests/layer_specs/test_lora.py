@@ -29,6 +29,7 @@ from tests.one_device import (
 )
 from tests.random_adapters import adapted_states, apart, random_bs
 from tests.shapes import shape_of
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("lora")
 
@@ -124,7 +125,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("model, plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("model, plan", rows(PLANS))
 def test_gradients_equal_those_of_merged_weights(model, plan):
     loss, gradient = plain_step(model)
     base, adapters = random_bs(model)

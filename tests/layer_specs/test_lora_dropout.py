@@ -25,6 +25,7 @@ from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put, 
 from tests.one_device import RTOL, SEED, assert_near, check_gradient, step_inputs
 from tests.random_adapters import adapted_states, random_bs
 from tests.shapes import shape_of
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("lora_dropout")
 
@@ -127,7 +128,7 @@ def plain_step():
     return float(loss), gradient, float(whole)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", rows(PLANS))
 def test_every_plan_drops_the_same(plan):
     """A plan of several stages also validates, and then drops nothing."""
     loss, gradient, whole = plain_step()

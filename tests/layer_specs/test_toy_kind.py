@@ -40,6 +40,7 @@ from holmesjax.training_setup import read_batches
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put, train_step
 from tests.jobs import RunningJob, run_launch_here, write_run
 from tests.one_device import RTOL, SEED, assert_near, check_gradient, step_inputs
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("toy_kind")
 
@@ -180,7 +181,7 @@ def plain_step():
     return found, gradient, fixed, after, undrawn["loss"]
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", rows(PLANS))
 def test_auxiliary_losses_reach_all_gradients_and_all_stages(plan):
     wanted, gradient, fixed, after, undrawn = plain_step()
     runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
@@ -229,6 +230,7 @@ def plain_records(run_file):
         yield {name: float(value) for name, value in found.items()}
 
 
+@pytest.mark.one_version
 def test_it_trains_in_processes_is_saved_and_goes_on_on_another_plan(tmp_path, capsys):
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
     two, one = [*SETTINGS, "parallel.stages=2"], [*SETTINGS, "parallel.clusters=[a]"]

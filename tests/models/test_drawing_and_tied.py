@@ -21,6 +21,7 @@ from tests import own_models
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put, train_step
 from tests.one_device import RTOL, SEED, check_gradient, step_inputs
 from tests.own_model_steps import initial
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("drawing_and_tied")
 
@@ -89,7 +90,7 @@ def plain_step():
     return loss, gradient, undrawn
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", rows(PLANS))
 def test_a_step_with_dropout_and_a_tied_table_is_that_of_one_device(plan):
     loss, gradient, undrawn = plain_step()
     runner = make_runner(plan, make_chunks(MODEL, plan))

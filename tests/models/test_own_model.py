@@ -34,6 +34,7 @@ from tests.jobs import RunningJob, write_run
 from tests.one_device import MICROBATCH, RTOL, SEED, check_gradient, pairs, step_inputs
 from tests.own_model_steps import initial, plain_loss
 from tests.shapes import shape_of
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("own_model")
 
@@ -53,7 +54,7 @@ def plain_step():
     return params, loss, gradient
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", rows(PLANS))
 def test_a_step_is_that_of_one_device(plan):
     params, loss, gradient = plain_step()
     runner = make_runner(plan, make_chunks(MODEL, plan), evaluates=False)
@@ -129,6 +130,7 @@ def plain_records(run_file):
         yield float(loss)
 
 
+@pytest.mark.one_version
 def test_it_trains_in_processes_and_resumes_on_another_plan(tmp_path):
     run_file = write_run(tmp_path, {"a": (1,), "b": (1,)})
     module = f"model.module={name_of(own_model.language_model)}"

@@ -254,17 +254,17 @@ PLANS = {
 }
 
 
-OFTEN = {
-    ("one program", "Mixtral"),
-    ("experts cut", "Mixtral"),
-    ("experts beside others", "DeepSeek"),
-    ("context", "DeepSeek"),
-    ("experts cut", "latent experts"),
+OFTEN = {  # their marks
+    ("one program", "Mixtral"): [],
+    ("experts cut", "Mixtral"): [pytest.mark.one_version],
+    ("experts beside others", "DeepSeek"): [],
+    ("context", "DeepSeek"): [],
+    ("experts cut", "latent experts"): [pytest.mark.one_version],
 }
 EVERY = [
     pytest.param(
         *(plan, name),
-        marks=() if (plan, name) in OFTEN else pytest.mark.exhaustive,
+        marks=OFTEN.get((plan, name), [pytest.mark.exhaustive]),
         id=f"{plan}, {name}",
     )
     for plan in PLANS

@@ -17,6 +17,7 @@ from holmesjax.trainer import Trainer
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, train_step
 from tests.jobs import write_run
 from tests.one_device import SEED, activations, loss_and_gradient, step_inputs
+from tests.versions import rows
 
 MODEL = make_model(num_layers=2, tied_embeddings=True)
 
@@ -44,11 +45,12 @@ def wanted(inputs):
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        hand_made_plan((1, 1), 2, 1, microbatches=4),
-        hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
-    ],
-    ids=["two stages", "one program"],
+    rows(
+        {
+            "one program": hand_made_plan((2,), 2, 2, fsdp=2, microbatches=2, checkpointing="full"),
+            "two stages": hand_made_plan((1, 1), 2, 1, microbatches=4),
+        }
+    ),
 )
 def test_norms_by_kind_are_those_of_one_device(plan):
     """Those of a small batch of several stages are of its microbatches alone."""

@@ -13,6 +13,7 @@ from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.spikes import SpikeRule
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put, train_step
 from tests.one_device import SEED, step_inputs
+from tests.versions import rows
 from tests.written_checkpoints import write_states
 
 pytestmark = pytest.mark.xdist_group("spikes")
@@ -63,12 +64,13 @@ def batches():
 
 @pytest.mark.parametrize(
     "plan, skips",
-    [
-        (hand_made_plan((1, 1), 2, 1), True),
-        (hand_made_plan((2,), 1, 2, fsdp=2), True),
-        (hand_made_plan((2,), 1, 1), False),
-    ],
-    ids=["two stages", "one program", "recorded"],
+    rows(
+        {
+            "two stages": (hand_made_plan((1, 1), 2, 1), True),
+            "one program": (hand_made_plan((2,), 1, 2, fsdp=2), True),
+            "recorded": (hand_made_plan((2,), 1, 1), False),
+        }
+    ),
 )
 def test_a_spike_is_left_out_on_all_stages(plan, skips, batches, tmp_path):
     usual, other = batches

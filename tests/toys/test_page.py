@@ -107,6 +107,7 @@ def test_the_pages_add_a_row_of_each_kind(copy):
     assert rates == pytest.approx([1e-3 * part for part in left])
 
 
+@pytest.mark.one_version
 def test_the_page_adds_a_launcher(copy):
     """Its job of two processes is resumed by one, and its row says which options it reads.
 

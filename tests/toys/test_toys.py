@@ -79,6 +79,7 @@ def plain_losses(run_file):
         yield float(loss)
 
 
+@pytest.mark.one_version
 def test_toys_train_in_processes_and_resume_on_another_plan(tmp_path, toys, capsys):
     run_file = write_run(tmp_path, CLUSTERS)
     path = f"{ROOT / 'tests/toys/on_path'}:{ROOT}"
