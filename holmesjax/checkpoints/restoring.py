@@ -335,7 +335,7 @@ def restore_layers(
     ema: bool = False,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """The parameters of one layer after the other. Verify first; raises as `restore`.
+    """The parameters of one layer after the other. Verify first; raises as `restore`, at once.
 
     Args:
       checkpoint: which has them.
@@ -359,13 +359,15 @@ def restore_layers(
     trained, fixed = (jax.tree_util.tree_map_with_path(put, tree) for tree in both)
     of_trained = {"average": _average_shapes(trained)} if ema else {"params": trained}
     _check_arrays(checkpoint, {**of_trained, "fixed": fixed})
-    for layer in layers(model):
-        if only is not None and layer not in only:
-            continue
+
+    def restored(layer: str) -> Any:
         own = {"fixed": {layer: fixed[layer]}} if layer in fixed else {"fixed": {}}
         here = {layer: trained[layer]}
         wanted = {"average": {"weights": here}} if ema else {"params": here}
-        yield layer, _restore_layer(checkpoint, layer, {**wanted, **own})  # and is not kept here
+        return _restore_layer(checkpoint, layer, {**wanted, **own})
+
+    # What is handed on is not kept here.
+    return ((name, restored(name)) for name in layers(model) if only is None or name in only)
 
 
 def _restore_layer(checkpoint: Checkpoint, layer: str, wanted: dict[str, Any]) -> Any:

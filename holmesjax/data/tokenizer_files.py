@@ -213,15 +213,17 @@ class FileTokenizer:
         return find(folder).identity == self.files.identity
 
     def write(self, folder: Path, family: str = "") -> None:
-        """Writes all that `transformers` needs to give the same tokens and texts of dialogues.
+        """Writes into a folder what `exported` returns, and raises what it does."""
+        write_all(folder, self.exported(family))
+
+    def exported(self, family: str = "") -> dict[str, bytes]:
+        """All files that `transformers` needs to give the same tokens and texts of dialogues.
 
         Raises DataError for an end or another usual mark whose flags it would lose.
 
         Args:
-          folder: to write into.
-          family: of the model beside it, such as llama, if there is one.
+          family: of the model beside them, such as llama, if there is one.
         """
-        self.inner.save(str(folder / MAIN))
         said = {} if self.files is None else self.files.json(CONFIG)
         sources = {} if self.files is None else chat_template.sources(self.files)
         # A mark without its name keeps its flags: that class adds those with a name once more.
@@ -244,11 +246,11 @@ class FileTokenizer:
         split = json.loads(self.inner.to_str())["pre_tokenizer"] or {}
         if "add_prefix_space" in split:  # transformers 4 would take it as false
             config["add_prefix_space"] = split["add_prefix_space"]
-        write_json(folder / CONFIG, config)
+        files = {MAIN: self.inner.to_str(pretty=True).encode(), CONFIG: _json(config)}
         for name, source in sources.items():
-            path = folder / (TEMPLATE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja")
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(source.encode())
+            path = TEMPLATE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja"
+            files[path] = source.encode()
+        return files
 
 
 def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTokenizer:
@@ -427,4 +429,15 @@ def check_vocabulary(model: ModelConfig, least: int) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes an object with its keys in order."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_bytes(_json(value))
+
+
+def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files into a folder by their names, which may be in folders of their own."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

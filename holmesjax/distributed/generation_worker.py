@@ -81,6 +81,7 @@ class Generator(Worker):
             texts.max_tokens,
             Sampling(**texts.sampling),
             stop=texts.stop,
+            ends=texts.ends,
             show=show,
         )
         if tells:

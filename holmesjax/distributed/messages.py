@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 15
+PROTOCOL = 16
 
 
 # ---- hellos --------------------------------------------------------------------------------------
@@ -268,6 +268,7 @@ class Texts(Record):
     max_tokens: int
     sampling: dict[str, Any]  # the fields of `Sampling`
     stop: list[str]
+    ends: list[int] | None  # the tokens that end a text; None: those of the tokenizer
     ema: bool
 
 

@@ -146,6 +146,7 @@ class Sampler:
         sampling: Sampling,
         *,
         stop: Sequence[str] = (),
+        ends: Sequence[int] | None = None,
         show: Callable[[int, str], None] = lambda row, piece: None,
     ) -> tuple[list[Continuation], Rate]:
         """Continues several texts at once.
@@ -155,11 +156,12 @@ class Sampler:
           max_tokens: of each continuation.
           sampling: the rule; row r draws with its seed + r.
           stop: strings before which a text ends; also special tokens, which are no text.
+          ends: the tokens that end a text; None: those of the tokenizer.
           show: takes the number of a row and its text as it comes.
         """
         known = [encoded(self.tokenizer, prompt) for prompt in prompts]
-        ends, strings = _stops(self.tokenizer, stop)
-        rows = [_Row(self.tokenizer, tokens, strings, ends) for tokens in known]
+        ended_by, strings = _stops(self.tokenizer, stop, ends)
+        rows = [_Row(self.tokenizer, tokens, strings, ended_by) for tokens in known]
         rate = Rate(num_prompt=sum(map(len, known)))
         before_s = time.perf_counter()
         is_over = lambda i: rows[i].is_over
@@ -296,7 +298,9 @@ class _Row:
         return out
 
 
-def _stops(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[dict[int, EndedBy], list[str]]:
+def _stops(
+    tokenizer: Tokenizer, stop: Sequence[str], own: Sequence[int] | None
+) -> tuple[dict[int, EndedBy], list[str]]:
     """The tokens that end a text, and the strings that do.
 
     Raises ConfigError for a string with a special token in it, which would never come.
@@ -308,7 +312,7 @@ def _stops(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[dict[int, EndedBy
             fix = f"name the token alone: --stop {inside[0]!r}"
             raise ConfigError("--stop", problem, found=repr(text), fix=fix)
     ends: dict[int, EndedBy] = {marks[text]: "stop" for text in stop if text in marks}
-    ends |= dict.fromkeys(tokenizer.ends, "end")
+    ends |= dict.fromkeys(tokenizer.ends if own is None else own, "end")
     return ends, [text for text in stop if text not in marks]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from holmesjax.config import ModelConfig
+from holmesjax.data import tokenizer_files
 from holmesjax.data.tokenizer_files import FileTokenizer, write_json
 from holmesjax.data.tokenizer_paths import GENERATION
 from holmesjax.errors import CheckpointError, ConfigError
@@ -46,8 +47,9 @@ def refuse_full(out: Path) -> None:
         is_full = out.exists() and (not out.is_dir() or any(out.iterdir()))
         problem = "there is something in it" if out.is_dir() else "a file"
         if not is_full:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            problem = "" if os.access(out.parent, os.W_OK | os.X_OK) else "no permission to write"
+            there = next(path for path in out.absolute().parents if path.exists())
+            problem = "" if os.access(there, os.W_OK | os.X_OK) else "no permission to write"
+            problem = problem if there.is_dir() else f"{there} is a file"
     except OSError as error:
         problem = str(error.strerror)
     if problem:
@@ -77,15 +79,18 @@ def write(
       kept: the folder with what came with the model, if it came from one.
       tokenizer: of the run, which replaces all that came with the model; None: the run has none.
 
-    Raises CheckpointError if the disk is full.
+    Raises:
+      CheckpointError: the disk is full, or what came with the model is damaged.
+      DataError: the tokenizer has what it would lose. Then nothing is written.
     """
+    of_tokens = {} if tokenizer is None else tokenizer.exported(config["model_type"])
+    ids = _ids(config, kept, tokenizer)
+    generation = _generation(kept) | ids
     with whole_folder(out) as whole:
         names = _write_weights(whole, config, model, layers, max_bytes)
-        ids = _ids(config, kept, tokenizer)
-        if tokenizer is not None:
-            tokenizer.write(whole, config["model_type"])
+        tokenizer_files.write_all(whole, of_tokens)
         write_json(whole / CONFIG, config | ids)
-        write_json(whole / GENERATION, _generation(kept) | ids)
+        write_json(whole / GENERATION, generation)
     return names
 
 
@@ -120,6 +125,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """
     refuse_full(out)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
             whole = Path(temporary) / out.name
             whole.mkdir(mode=MODE)

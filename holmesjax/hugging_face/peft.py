@@ -69,9 +69,10 @@ def write(
         for places_of_layer in places.values()
         for place in places_of_layer
     }
+    config = _config(model, places, family, base)
     with whole_folder(out) as whole:
         safetensors_file.write(whole / WEIGHTS, lambda _: "F32", shapes, _rows(places, layers))
-        write_json(whole / CONFIG, _config(model, places, family, base))
+        write_json(whole / CONFIG, config)
 
 
 def _rows(places: Mapping[str, list[Place]], layers: Iterable[Layer]) -> Iterator[np.ndarray]:

@@ -53,11 +53,13 @@ def run(args: argparse.Namespace) -> int:
     make = _of_processes if args.launcher else _of_run if is_run else _of_weights
     complete, tokenizer = make(folder, args)
     known: Sequence[str | Sequence[int]] = prompts
+    ends: Sequence[int] | None = None
     if is_chat:
         ChatTemplate.load(tokenizer)  # or says why not
         of_run = job.load_config(folder).data.chat_template_kwargs if is_run else None
         of_answers = tokenizer_files.load(tokenizer, {**(of_run or {}), **variables})
         known = [of_answers.answer_prompt(messages) for messages in said]
+        ends = of_answers.ends
     streams = len(prompts) == 1 and not args.json
     if streams and not is_chat:
         sys.stdout.write(prompts[0])
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         args.max_tokens,
         sampling,
         stop=args.stop,
+        ends=ends,
         show=_write if streams else lambda row, piece: None,
     )
     if streams:
@@ -154,6 +157,7 @@ def _of_processes(folder: Path, args: argparse.Namespace) -> tuple[Complete, Pat
         sampling: Sampling,
         *,
         stop: Sequence[str],
+        ends: Sequence[int] | None,
         show: Callable[[int, str], None],
     ) -> tuple[list[Continuation], Any]:
         known: dict[Path, DamagedError] = {}
@@ -166,6 +170,7 @@ def _of_processes(folder: Path, args: argparse.Namespace) -> tuple[Complete, Pat
                 max_tokens=max_tokens,
                 sampling=dataclasses.asdict(sampling),
                 stop=list(stop),
+                ends=None if ends is None else list(ends),
                 ema=args.ema,
             )
             try:

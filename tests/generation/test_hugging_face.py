@@ -85,7 +85,9 @@ def test_generate_ends_an_answer_with_its_turn_and_at_what_stop_names(tmp_path, 
     """The end of a turn is in the template alone, and the end of the tokenizer comes nowhere."""
     path = tmp_path / "hf"
     quiet = "{% if quiet is defined and add_generation_prompt %}x{% endif %}"
-    config = {"eos_token": "<|endoftext|>", "chat_template": tokenizer_kinds.CHATML + quiet}
+    ends = "{{ '<|im_start|>' if quiet is defined else '<|im_end|>' }}{% endgeneration %}"
+    chatml = tokenizer_kinds.CHATML.replace("<|im_end|>{% endgeneration %}", ends)
+    config = {"eos_token": "<|endoftext|>", "chat_template": chatml + quiet}
     tokenizer_kinds.write(path, tokenizer_kinds.byte_level(), config)
     tokenizer = tokenizer_files.load(path)
     words, more = tokenizer.encode("on time").tolist(), tokenizer.encode("luck").tolist()
@@ -102,7 +104,7 @@ def test_generate_ends_an_answer_with_its_turn_and_at_what_stop_names(tmp_path, 
         (
             ["--chat", "--prompt", "When?", "--chat-template-kwargs", '{"quiet": 1}'],
             "luck",
-            "length",
+            "end",
         ),
     ):
         words = ["--temperature=0", "--max-tokens", str(len(more) + 9), "--json", *options]

@@ -12,10 +12,12 @@ from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from holmesjax.errors import CheckpointError, ConfigError
+from holmesjax.data import tokenizer_files
+from holmesjax.errors import CheckpointError, ConfigError, DataError
 from holmesjax.hugging_face import export, folder, tensor_rows
 from holmesjax.hugging_face.safetensors_file import DTYPES, write
 from launch.__main__ import main
+from tests.data.tokenizer_kinds import SPECIAL, byte_level, write as write_tokenizer
 from tests.hugging_face.families import CONFIGS, model_of, tensors_of, write_config
 from tests.hugging_face.read_back import layers_of
 
@@ -69,6 +71,29 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_an_export_would_lose_is_refused_before_anything_is_written(tmp_path):
+    model = model_of("qwen2")
+    end = {"content": SPECIAL[2], "lstrip": True, "special": True}
+    said = {"eos_token": SPECIAL[2], "added_tokens_decoder": {"2": end}}
+    tokenizer = tokenizer_files.load(write_tokenizer(tmp_path / "t", byte_level(), said))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "generation_config.json").write_text("{")
+    config = export.config_of(model, None, "qwen2", "float32")
+    for own, problem in (
+        ({"tokenizer": tokenizer}, "gives eos_token flags that transformers drops"),
+        ({"kept": tmp_path / "kept"}, "generation_config.json: is no JSON"),
+    ):
+
+        def layers(problem: str = problem) -> Iterator[export.Layer]:
+            pytest.fail(f"begins to write, where {problem!r} is known")
+            yield
+
+        out = tmp_path / "absent" / "out"
+        with pytest.raises((CheckpointError, DataError), match=problem):
+            export.write(out, config, model, layers(), max_bytes=10**9, **own)
+        assert not out.parent.exists()
+
+
 def test_only_an_empty_folder_is_written(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "model.safetensors").touch()
@@ -78,6 +103,8 @@ def test_only_an_empty_folder_is_written(tmp_path):
             export.refuse_full(tmp_path / name)
     (tmp_path / "empty").mkdir()
     export.refuse_full(tmp_path / "empty")
+    export.refuse_full(tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
 
 
 sizes = st.lists(st.integers(0, 12), min_size=1, max_size=12)

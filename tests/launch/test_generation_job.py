@@ -27,7 +27,9 @@ from holmesjax.transport import key_files
 from launch.generation_job import GenerationJob
 from tests.jobs import write_run
 
-TEXTS = Texts(prompts=[[1, 2]], max_tokens=3, sampling={"seed": 4}, stop=["x"], ema=False)
+TEXTS = Texts(
+    prompts=[[1, 2]], max_tokens=3, sampling={"seed": 4}, stop=["x"], ends=None, ema=False
+)
 HANG = "E1126 99 hang_watchdog.cc:68] [0] XLA GPU execution `jit_step` failed to finish in 1m5s."
 READY = Ready(addresses={"data": {}, "coordinator": None}, unproven=None)
 
