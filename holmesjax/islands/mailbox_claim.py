@@ -12,7 +12,9 @@ from holmesjax.islands.mailbox_records import DamagedObjectError
 def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
     """Makes a mailbox that of a run, or finds that it is.
 
-    Raises HolmesError for the mailbox of another run, and OSError.
+    Settings are compared that the mailbox knows: an earlier version has written down fewer.
+
+    Raises HolmesError for the mailbox of another run, with the settings that differ, and OSError.
     """
     content = records.sealed(run)
     if place.read(records.RUN) is None:  # before anybody may take it for a mailbox
@@ -25,14 +27,17 @@ def claim(place: Counted, run: Mapping[str, object], where: str) -> None:
         except DamagedObjectError as error:
             fix = "name another parallel.mailbox, or empty this one before all islands start"
             raise HolmesError(where, "is no mailbox", found=error, fix=fix) from None
-        differ = [name for name in run if found.get(name) != run[name]]
-        raise HolmesError(
-            where,
-            "is the mailbox of another run",
-            found=", ".join(f"{name}: {found.get(name)}, not {run[name]}" for name in differ)
-            or "other settings",
-            fix="name another parallel.mailbox; a run of other settings has one of its own",
-        ) from None
+        differ = [name for name in run if name in found and found[name] != run[name]]
+        if any(name.startswith("model.") for name in differ):
+            differ = [name for name in differ if name != "model"]  # the digest of these
+        if differ:
+            raise HolmesError(
+                where,
+                "is the mailbox of another run",
+                found=", ".join(f"{name}: {found[name]}, not {run[name]}" for name in differ),
+                fix="give all islands the same settings, and paths of their own in data.paths; "
+                "a run of other settings has a parallel.mailbox of its own",
+            ) from None
 
 
 def _refuse_without_condition(place: Counted, where: str) -> None:

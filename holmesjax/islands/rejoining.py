@@ -32,6 +32,8 @@ from holmesjax.islands.mailbox_records import (
 from holmesjax.islands.mailbox_seat import ALONE, JobProgress, MailboxSeat, Rules
 
 SCRATCH = "mailbox_scratch"
+# Settings of `data` that islands have of their own: their paths, and what they validate on.
+FREE = ("paths", "validation")
 READINGS, PAUSE_S = 4, 2.0  # of a record at the start, before it counts as damaged
 
 
@@ -56,13 +58,19 @@ def _identity(config: Config) -> dict[str, Any]:
     assert place is not None, "the job is of an island"
     model = {name: x for name, x in dataclasses.asdict(config.model).items() if name != "hf"}
     text = json.dumps(model, sort_keys=True, default=str)
-    return {
+    data = {name: x for name, x in dataclasses.asdict(config.data).items() if name not in FREE}
+    settings = {
         "model": hashlib.sha256(text.encode()).hexdigest()[:12],
+        **{f"model.{name}": x for name, x in model.items()},
+        **{f"data.{name}": x for name, x in data.items()},
+        "train.steps": place.steps,
         "seed": config.train.seed,
         "islands": list(place.names),
         "outer": dataclasses.asdict(parallel.outer_rule),
         "tokens of a step": config.train.global_batch * config.model.context_length,
     }
+    found: dict[str, Any] = json.loads(json.dumps(settings, default=str))  # as it is read again
+    return found
 
 
 def open_mailbox(

@@ -18,7 +18,7 @@ from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import HolmesError, PeerError
-from holmesjax.islands import apart
+from holmesjax.islands import apart, rejoining
 from holmesjax.islands.apart import ApartPlacer, IslandApart, _Sent
 from holmesjax.islands.landing import RoundStanding
 from holmesjax.islands.mailbox import Arrived, Mailbox
@@ -293,6 +293,32 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(HolmesError, match="mailbox") as error:
         trainer(tmp_path, **{"parallel.island": "ib"}).run()
     assert not isinstance(error.value, PeerError)
+
+
+def test_jobs_of_islands_with_unlike_settings_are_refused_by_name(tmp_path):
+    """A job that goes on is compared, too; what islands have of their own is not."""
+
+    def config(**more):
+        settings = {**SMALL, **MAILBOX, "parallel.mailbox": str(tmp_path / "box")}
+        return job.load(RUN, {**settings, "parallel.island": "ib", **more}).config
+
+    sets = [{"name": "more", "corpus": "python-stdlib"}]
+    own = {"parallel.island": "roce", "parallel.every": 3, "data.validation": sets}
+    own |= {"parallel.quorum": 2, "optimizer.learning_rate": 0.5}
+    rejoining.place_of(config())
+    for like in (config(), config(**own)):
+        rejoining.place_of(like)
+    unlike = {
+        "train.steps": SMALL["train.steps"] + 1,
+        "data.validation_fraction": 0.5,
+        "data.documents": "mask",
+        "model.width": 64,
+    }
+    for name, value in unlike.items():
+        with pytest.raises(HolmesError, match="mailbox of another run") as error:
+            rejoining.place_of(config(**own, **{name: value}))
+        assert f"found: {name}: " in str(error.value)
+        assert str(error.value).count(", not ") == 1
 
 
 def test_the_job_of_an_island_has_its_part(tmp_path):
