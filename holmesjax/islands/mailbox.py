@@ -460,9 +460,20 @@ class Mailbox:
             return
         self.lease.fetches = record.round
         try:
+            weights = self._read(record, sizes)
+            self._num_lost, self._suspect = 0, -1
+            with self._changed:  # before the lease says that it is fetched no more
+                self._arrived[record.round] = Arrived(record, weights)
+                self._changed.notify_all()
+        finally:
+            self.lease.fetches = None
+
+    def _read(self, record: Merged, sizes: Mapping[str, int]) -> Arrays:
+        """Reads weights for `_fetch`, which are suspect afterwards where they look damaged."""
+        try:
             records.refuse_outside(record.weights, record.file, sizes)
             names = self._seat.names
-            weights = records.read_arrays(self.place, record.file, record.weights, names)
+            return records.read_arrays(self.place, record.file, record.weights, names)
         except (DamagedObjectError, FileNotFoundError):
             is_sure, self._suspect = self._suspect == record.round, record.round
             self._num_lost += 1
@@ -473,12 +484,6 @@ class Mailbox:
             if self._seat.merges and is_sure and self._write_again(record):
                 self._fetch_after_s = -1e9
             raise
-        finally:
-            self.lease.fetches = None
-        self._num_lost, self._suspect = 0, -1
-        with self._changed:
-            self._arrived[record.round] = Arrived(record, weights)
-            self._changed.notify_all()
 
     def _write_again(self, record: Merged) -> bool:
         """Writes what is damaged of a round again, of exactly what was merged; whether it has.

@@ -15,7 +15,7 @@ from holmesjax.errors import HolmesError, LostLeaseError, PeerError
 from holmesjax.islands import mailbox, mailbox_records as records, rejoining
 from holmesjax.islands.election import Leases, RoundWatch
 from holmesjax.islands.island_lease import IslandLease
-from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox
+from holmesjax.islands.mailbox import KEPT_ROUNDS, MOST_LOST, Mailbox
 from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, Folder, open_place
 from holmesjax.islands.mailbox_records import IslandProgress, Merged, Sent
@@ -633,12 +633,58 @@ def test_a_lease_lives_while_a_transfer_is_long_and_ends_with_its_job(make):
     assert not one.box.place.read("leases/a.json")
 
 
+def test_a_round_is_here_before_it_is_fetched_no_more(make):
+    """Else whoever waits for it takes it for one that is gone, while others merge on."""
+    one, two = begun(make)
+    fetches = []
+
+    class Noted(dict):
+        def __setitem__(self, number, arrived):
+            fetches.append((number, two.box.lease.fetches))
+            super().__setitem__(number, arrived)
+
+    two.box._arrived = Noted(two.box._arrived)
+    one.send(1, seed=1)
+    one.turn()
+    one.turn(later_s=11.0)  # behind the grace
+    two.turn()
+    assert fetches == [(1, 1)]
+    assert two.box.lease.fetches is None
+
+
+def test_what_goes_before_turns_that_fail_again_and_again_is_no_progress(make):
+    """Else an island that sends all of its weights anew each time would be waited for for ever."""
+    one, _ = begun(make)
+    moved, real_put = [], one.box.place.put
+    one.box._progress = JobProgress(lambda: moved.append(one.box._num_failed))
+
+    def put(name, content, *, replaces=True):
+        if name.startswith("rounds/"):
+            raise OSError("refused")
+        real_put(name, content, replaces=replaces)
+
+    one.box.place.put = put
+    one.send(1, seed=1)
+    with one.box.waited_for():
+        for _ in range(MOST_LOST + 2):
+            one.turn()
+        assert moved == list(range(MOST_LOST))
+        one.box.place.put = real_put
+        one.turn()
+        assert one.box._num_failed == 0
+        before = len(moved)
+        one.send(2, seed=2)
+        one.turn()
+    assert len(moved) > before
+
+
 def test_a_mailbox_is_that_of_one_run(tmp_path):
     place = Counted(Folder(tmp_path))
     claim(place, {"model": "x", "seed": 1}, "box")
     claim(place, {"model": "x", "seed": 1}, "box")
     with pytest.raises(HolmesError, match="mailbox of another run\n  found: seed: 1, not 2"):
         claim(place, {"model": "x", "seed": 2}, "box")
+    claim(place, {"model": "x", "seed": 1, "data.corpus": "unknown to an earlier version"}, "box")
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(HolmesError, match="box: is no mailbox"):
         claim(place, {"model": "x", "seed": 1}, "box")
