@@ -99,7 +99,8 @@ def _active(job: Job) -> list[str]:
         lines.append(f"model       {everything:,} parameters, {active:,} active")
     shares = any(stage.mesh.get(Axis.EXPERT, 1) > 1 for stage in job.plan.stages)
     if shares and job.config.parallel.expert_placement == "load":
-        lines.append("experts     placed by their loads at the begin and after each checkpoint")
+        lines.append("experts     placed by their loads at the begin and after each checkpoint,")
+        lines.append("            with less memory than gradients take, which are not there then")
     return lines
 
 

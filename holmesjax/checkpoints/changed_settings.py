@@ -30,7 +30,7 @@ LOGISTICS = (
 )
 OUTER = ("rate", "momentum", "nesterov")  # of the rule of earlier versions
 # The setting of `parallel` that changes the order of sums and is not in the plan; its default.
-OF_EXPERTS = {"expert_placement": "number"}
+OF_EXPERTS: dict[str, Any] = {"expert_placement": "number"}
 WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
 
 
@@ -88,6 +88,8 @@ def changes_since(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
     if "parallel" in saved and "parallel" not in wanted:
         yield Change("parallel.across", saved["parallel"]["across"], job.config.parallel.across)
     kept, asked = ({**OF_EXPERTS, **each.pop("experts", {})} for each in ({**saved}, wanted))
+    if "expert_chunks" in kept:  # of an earlier version, whose plans did not have them
+        asked["expert_chunks"] = max(stage.expert_chunks for stage in job.plan.stages)
     for name, now in asked.items():
         if kept[name] != now:
             yield Change(f"parallel.{name}", kept[name], now)

@@ -26,6 +26,7 @@ from holmesjax.plan.plan import Axis
 from holmesjax.runtime.chunk import Chunk, ChunkState
 
 ROUTER, NAME = PLACE.split("/")
+PIECES = 8  # of an array, which move one after the other
 
 Orders = Mapping[str, Sequence[int]]  # of the experts of each layer: a number for each slot
 
@@ -41,8 +42,8 @@ class Peaks(NamedTuple):
 class ExpertPlacement:
     """Places the experts of the chunks of a process; nothing changes in chunks that place none.
 
-    Arrays move one after the other. For one of them a device holds its own part, the new one, and
-    two parts that travel.
+    Arrays move one after the other, in their place and in `PIECES` pieces, of which some travel. So
+    a move needs less than the gradients of a step, which are not there then.
 
     Raises:
       ConfigError: the optimizer keeps an array of experts that has no row for each of them.
@@ -152,13 +153,12 @@ def _in_order(chunk: Chunk, orders: Orders, path: tuple, x: jax.Array) -> jax.Ar
         return x
     taken: jax.Array = _take(x.sharding)(x, np.asarray(orders[layer], np.int32))
     jax.block_until_ready(taken)
-    x.delete()
     return taken
 
 
 @functools.cache
 def _take(where: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
-    """A program that takes rows, which devices pass on to each other in a ring.
+    """A program that takes rows, which devices pass on to each other in a ring, and its array.
 
     `jnp.take` along a dim that is cut would gather the whole array on every device.
     """
@@ -171,7 +171,7 @@ def _take(where: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     ring = [(i, (i - 1) % num_parts) for i in range(num_parts)]
 
     def on_shards(own: jax.Array, order_E: jax.Array) -> jax.Array:
-        each = len(own)
+        each, width = own.shape[:2]
         place = jax.lax.axis_index(axes) if axes else 0
         part = lambda turn: jnp.asarray(part_n)[(place + turn) % num_parts]
         wanted = jax.lax.dynamic_slice_in_dim(order_E, part(0) * each, each)
@@ -186,9 +186,18 @@ def _take(where: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
             rows = jax.lax.ppermute(rows, axes, ring)
             return rows, take(turn, rows, taken)
 
-        held = own, take(0, own, own)
-        return jax.lax.fori_loop(1, num_parts, pass_on, held)[1]
+        def move(own: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+            piece = jax.lax.dynamic_slice_in_dim(own, start, size, axis=1)
+            held = piece, take(0, piece, piece)
+            taken = jax.lax.fori_loop(1, num_parts, pass_on, held)[1]
+            return jax.lax.dynamic_update_slice_in_dim(own, taken, start, axis=1)
+
+        size = -(-width // PIECES)
+        whole = width // size
+        own = jax.lax.fori_loop(0, whole, lambda i, own: move(own, i * size, size), own)
+        rest = width - whole * size
+        return move(own, whole * size, rest) if rest else own
 
     specs: dict[str, Any] = {"in_specs": (where.spec, P()), "out_specs": where.spec}
     run = jax.shard_map(on_shards, mesh=where.mesh, check_vma=False, **specs)
-    return jax.jit(run)
+    return jax.jit(run, donate_argnums=0)

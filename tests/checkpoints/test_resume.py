@@ -183,6 +183,11 @@ def test_where_experts_lay_is_told_where_it_changes(tmp_path):
     told = [str(change) for change in resume.find(again, (), print).changes]
     assert told[0] == "parallel.expert_placement: load -> number"
     assert [change.partition(":")[0] for change in told[1:]] == ["plan"]  # which has the chunks
+    # A manifest of an earlier version has them itself.
+    found = manifest.newest(tmp_path / "run", print)
+    found.settings["experts"] = {"expert_placement": "number", "expert_chunks": 4}
+    told = [str(change) for change in changed_settings.changes_since(found, load(tmp_path, *model))]
+    assert told == ["parallel.expert_chunks: 4 -> 1"]
 
 
 @pytest.mark.parametrize("setting, said", TOLD.items())

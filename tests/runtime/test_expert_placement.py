@@ -98,10 +98,12 @@ def test_all_that_belongs_to_an_expert_moves_and_nothing_else():
 
 
 @pytest.mark.parametrize("axes", ["expert", ("expert", "data")])
-def test_rows_move_in_a_ring_in_which_no_device_has_the_whole_array(axes):
+@pytest.mark.parametrize("width", [1024, 1021, 3])
+def test_rows_move_in_a_ring_in_their_place_and_in_pieces(axes, width):
+    """So a move fits where gradients of a step were, of which a layer has two such arrays."""
     mesh = jax.make_mesh((2, 4), ("data", "expert"))
     where = NamedSharding(mesh, P(axes, None))
-    x_ED = np.random.default_rng(0).standard_normal((16, 1024)).astype(np.float32)
+    x_ED = np.random.default_rng(0).standard_normal((16, width)).astype(np.float32)
     order_E = np.random.default_rng(1).permutation(16).astype(np.int32)
     program = _take(where).lower(jax.device_put(x_ED, where), order_E).compile()
     np.testing.assert_array_equal(program(jax.device_put(x_ED, where), order_E), x_ED[order_E])
@@ -110,8 +112,9 @@ def test_rows_move_in_a_ring_in_which_no_device_has_the_whole_array(axes):
     assert "all-gather" not in text
     part = x_ED.nbytes // (4 if axes == "expert" else 8)
     memory = program.memory_analysis()
-    assert memory.output_size_in_bytes == part
-    assert memory.temp_size_in_bytes < 2.5 * part, "two parts travel, and few numbers besides"
+    assert memory.output_size_in_bytes == memory.alias_size_in_bytes == part
+    if width > 3:
+        assert memory.temp_size_in_bytes < part, "pieces travel, and few numbers besides"
 
 
 @pytest.mark.parametrize("sizes", [(128, 128, 16), (8, 512, 2048)])
