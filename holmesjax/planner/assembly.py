@@ -320,7 +320,7 @@ def _worth_of(
     longer = best.step_s / chosen.step_s - 1.0
     told = f"the best plan found with it takes {show(best.step_s, 's')}, {longer:.1%} longer"
     if longer <= 0.0:
-        return f"{told.partition(',')[0]}, which costs more"
+        return f"{told.partition(',')[0]}, with more devices or at a higher price"
     if free_s < chosen.step_s:
         return f"{told}: its links are too slow; if they took no time, {show(float(free_s), 's')}"
     return f"{told}, and {show(float(free_s), 's')} if its links took no time"

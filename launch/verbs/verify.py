@@ -14,11 +14,17 @@ from holmesjax.files import places
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where all that is here is as it was written. Raises DamagedError."""
+    """Returns 0 where all that is here is as it was written.
+
+    Raises DamagedError, and CheckpointError where nothing is here that could be read.
+    """
     run_dir = Path(args.run_dir)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arrays are added up in memory
-    for checkpoint in chosen(run_dir, args.step):
-        _verify(checkpoint)
+    num_parts = [_verify(checkpoint) for checkpoint in chosen(run_dir, args.step)]
+    if not any(num_parts):
+        problem, found = "has nothing to verify", "no part of a checkpoint is here"
+        fix = "verify it where the parts are, or bring them to a folder with launch gather"
+        raise CheckpointError(str(run_dir), problem, found=found, fix=fix)
     return 0
 
 
@@ -40,7 +46,8 @@ def chosen(run_dir: Path, step: int | None) -> list[Checkpoint]:
     )
 
 
-def _verify(checkpoint: Checkpoint) -> None:
+def _verify(checkpoint: Checkpoint) -> int:
+    """Returns the number of parts that are here and as they were written."""
     manifest.verify(checkpoint)
     for part in stores.lost(checkpoint.path.parent.parent, checkpoint):
         raise manifest.damaged(checkpoint, part, "is missing", "no such folder")
@@ -48,7 +55,8 @@ def _verify(checkpoint: Checkpoint) -> None:
     # Imported here: only arrays need JAX.
     arrays = importlib.import_module("holmesjax.checkpoints.reading")
     step, files = checkpoint.step, checkpoint.manifest["files"]
-    for part in dict.fromkeys(map(manifest.part_of, files)):
+    parts = dict.fromkeys(map(manifest.part_of, files))
+    for part in parts:
         if part in away:
             where, how = manifest.place_of(away[part]), "verify it there"
             if places.is_url(where):
@@ -61,3 +69,4 @@ def _verify(checkpoint: Checkpoint) -> None:
         size = units.show(sum(sizes), "B")
         print(f"step {step}  {part}: {num} arrays in {len(sizes)} files, {size}, as written")
         sys.stdout.flush()
+    return sum(part not in away for part in parts)
