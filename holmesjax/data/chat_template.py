@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -229,8 +229,20 @@ def sources(files: TokenizerFiles) -> dict[str, str]:
     return {name: source for name, source in own.items() if isinstance(source, str)}
 
 
+def variables_of(source: str) -> set[str]:
+    """The names that a template does not define itself; none for one that is no template."""
+    try:
+        return meta.find_undeclared_variables(_environment(False).parse(source))
+    except jinja2.TemplateError:  # whoever uses the template hears of it
+        return set()
+
+
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str, is_marked: bool) -> jinja2.Template:
+    return _environment(is_marked).from_string(source)
+
+
+def _environment(is_marked: bool) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -238,7 +250,7 @@ def _compiled(source: str, is_marked: bool) -> jinja2.Template:
     )
     environment.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False, **how})
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(source)
+    return environment
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -17,19 +17,28 @@ class DecodeStream:
     (['a', '', '', '→'], '')
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        after: Sequence[int] = (),
+        *,
+        is_open: bool = False,
+    ):
         """Begins behind tokens whose text is known.
 
         Args:
           decode: the text of tokens; characters that are not whole are U+FFFD.
           after: the tokens before.
+          is_open: whether later tokens change the text of earlier ones. It is whole at the end.
         """
-        self._decode, self._held = decode, list(after[-ENOUGH:])
+        self._decode, self._held, self._is_open = decode, list(after[-ENOUGH:]), is_open
         self._start, self._shown = 0, len(self._held)
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that is whole now."""
         self._held.append(token)
+        if self._is_open:
+            return ""
         return "" if (new := self._new()).endswith(HALF) else self._out(new)
 
     def rest(self) -> str:

@@ -33,6 +33,7 @@ class Converted(NamedTuple):
 
     inner: Any
     named: Mapping[str, str]  # such as bos_token
+    padding: str | None = None  # the mark that fills up a batch, which is no mark for all classes
 
 
 def of(files: TokenizerFiles) -> Converted:
@@ -66,9 +67,10 @@ def _whole(files: TokenizerFiles) -> Converted:
     from tokenizers import Tokenizer
 
     try:
-        return Converted(Tokenizer.from_str(read(files.main).decode()), {})
+        inner: Any = Tokenizer.from_str(read(files.main).decode())
     except Exception as error:
         raise _no_tokenizer(files, error) from None
+    return Converted(inner, {}, None if inner.padding is None else inner.padding["pad_token"])
 
 
 def _no_tokenizer(files: TokenizerFiles, error: Exception) -> DataError:

@@ -25,7 +25,7 @@ from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import DEFAULT, ChatTemplate, Message
 from holmesjax.data.decode_stream import DecodeStream
 from holmesjax.data.tokenizer_conversions import SPACE
-from holmesjax.data.tokenizer_marks import Marks
+from holmesjax.data.tokenizer_marks import GENERIC, NAMES, OTHER_NAMES, Marks
 from holmesjax.data.tokenizer_paths import (
     CONFIG,
     MAIN,
@@ -43,11 +43,16 @@ UNIT = 128  # a vocabulary is padded to a multiple, whatever the plan
 CLASS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_input_names": ["input_ids", "attention_mask"],  # what `generate` takes
-    "clean_up_tokenization_spaces": False,
 }
-# A name without a token, where classes of `transformers` have defaults of their own.
-NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
-USUAL_NAMES = {*NAMES, "sep_token", "cls_token", "mask_token"}  # that every class has
+CLEANS = "clean_up_tokenization_spaces"
+CLEANS_BPE = f"{CLEANS}_for_bpe_even_though_it_will_corrupt_output"
+# What these settings replace, in this order.
+CLEANED = (
+    *((f" {sign}", sign) for sign in ".?!,"),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
+USUAL_NAMES = {*NAMES, *OTHER_NAMES}  # that every class has
 # The class of this family makes a split of its own in `transformers` 5, whatever tokenizer.json
 # says, but where a folder names code of its own. There is no code here, so none can run.
 OWN_SPLIT = {"qwen2": {"trust_remote_code": True}}
@@ -180,11 +185,23 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         text: str = self.inner.decode(list(tokens), skip_special_tokens=True)
+        for spaced, together in CLEANED if self.cleans else ():
+            text = text.replace(spaced, together)
         return text
+
+    @functools.cached_property
+    def cleans(self) -> bool:
+        """Whether texts lose the spaces before punctuation, as `transformers` 5 does it.
+
+        Version 4 does it for pairs of bytes, too; an export says that there it is not done.
+        """
+        said = {} if self.files is None else self.files.json(CONFIG)
+        is_bpe = type(self.inner.model).__name__ == "BPE"
+        return bool(said.get(CLEANS)) and (not is_bpe or bool(said.get(CLEANS_BPE)))
 
     def decode_stream(self, after: Sequence[int] = ()) -> DecodeStream:
         """The text of tokens that follow others, as they come."""
-        return DecodeStream(self.decode, after)
+        return DecodeStream(self.decode, after, is_open=self.cleans)
 
     def ids(self) -> dict[str, int | list[int] | None]:
         """The ids of marks that a config.json and a generation_config.json of its model have."""
@@ -237,6 +254,10 @@ class FileTokenizer:
                 raise DataError(where, problem, found=f"{token}: {lost[token]}", fix=fix)
         named = {name: token for name, token in self.said.named.items() if token not in lost}
         config = {key: said[key] for key in KEPT if key in said} | CLASS
+        config[CLEANS] = self.cleans
+        if self.cleans and type(self.inner.model).__name__ == "BPE":
+            config[CLEANS_BPE] = True
+        # A name without a token is null, where classes have defaults of their own.
         config |= dict.fromkeys(NAMES) | named | OWN_SPLIT.get(family, {})
         own = {name: token for name, token in named.items() if name not in USUAL_NAMES}
         if own:
@@ -264,14 +285,22 @@ def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTo
     converted = tokenizer_conversions.of(files)
     has = lambda token: converted.inner.token_to_id(token) is not None
     marks = tokenizer_marks.read(files, has)
-    marks = replace(marks, named={**converted.named, **marks.named})
+    of_format = dict(converted.named)
+    if converted.padding is not None and tokenizer_marks.class_of(files) in GENERIC:
+        of_format["pad_token"] = converted.padding
+    said = {name: token for name, token in of_format.items() if name not in marks.where}
+    marks = replace(marks, named={**said, **marks.named})
+    sources = chat_template.sources(files)
+    used = {name for source in sources.values() for name in chat_template.variables_of(source)}
+    tokenizer_marks.refuse_unknown(files, marks, used, pads=converted.padding is not None)
     _refuse_new_end(files, converted.inner, marks)
     _refuse_drawn_pieces(files, converted.inner)
     _refuse_contradictions(files, converted.inner)
     tokenizer_marks.add(converted.inner, marks)
     model_ends = tokenizer_marks.ends(files)
-    end = _end(files, converted.inner, marks, model_ends)
-    if "eos_token" not in marks.named and not chat_template.sources(files):
+    named_end = marks.named.get("eos_token", of_format.get("eos_token"))
+    end = _end(files, converted.inner, named_end, model_ends)
+    if "eos_token" not in marks.named and not sources:
         # Of a template, no variable may appear that its files do not define.
         marks = replace(marks, named={**marks.named, "eos_token": converted.inner.id_to_token(end)})
     return _of(converted.inner, marks, files, end, model_ends, variables)
@@ -284,8 +313,8 @@ def of_run(data: DataConfig, path: str | Path | None = None) -> FileTokenizer:
 
 def of_bytes() -> FileTokenizer:
     """The tokenizer of a run that reads bytes."""
-    inner, named = tokenizer_conversions.of_bytes()
-    return _of(inner, Marks(named=named), None, BEGIN, ())
+    converted = tokenizer_conversions.of_bytes()
+    return _of(converted.inner, Marks(named=converted.named), None, BEGIN, ())
 
 
 def _of(
@@ -365,9 +394,9 @@ def _begins_with_space(split: Any, normalizer: Any) -> bool | None:
     return any(part.get("type") == "Prepend" or is_prepend(part) for part in parts)
 
 
-def _end(files: TokenizerFiles, inner: Any, marks: Marks, model_ends: Sequence[int]) -> int:
+def _end(files: TokenizerFiles, inner: Any, token: str | None, model_ends: Sequence[int]) -> int:
     """The id of the token that ends a document: as a file says, or the only special one."""
-    if (token := marks.named.get("eos_token")) is not None:
+    if token is not None:
         return int(inner.token_to_id(token))
     if model_ends:
         return model_ends[0]

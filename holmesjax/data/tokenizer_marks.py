@@ -5,7 +5,7 @@ the list `added_tokens_decoder` of `tokenizer_config.json` or, where there is no
 `special_tokens_map.json` and `added_tokens.json`; then the tokens with a name, such as `bos_token`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,54 @@ from holmesjax.data.tokenizer_paths import (
 from holmesjax.errors import DataError
 
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-# Marks that classes of `transformers` 5 and 4.57 have where no file says another, or null.
-END_OF_TEXT, OF_LLAMA = "<|endoftext|>", {"bos_token": "<s>", "eos_token": "</s>"}
-OF_GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
+OTHER_NAMES = ("sep_token", "cls_token", "mask_token")  # that every class has beside them
+# Classes of `transformers` whose marks are those that files name.
+GENERIC = ("None", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def _named(names: str, tokens: str) -> Mapping[str, str]:
+    """Marks by their names, which are written without their end."""
+    return {f"{name}_token": mark for name, mark in zip(names.split(), tokens.split(), strict=True)}
+
+
+# Marks that classes of `transformers` 5 and 4.57 have where no file says another, or null. Where
+# the two versions have unlike ones, it is "".
+OF_GPT2: Mapping[str, str] = dict.fromkeys(NAMES[:3], "<|endoftext|>")
+OF_LLAMA = _named("bos eos unk", "<s> </s> <unk>")
+OF_T5 = _named("eos unk pad", "</s> <unk> <pad>")
+OF_ROBERTA = {**OF_T5, **_named("bos cls sep mask", "<s> <s> </s> <mask>")}
+OF_BERT = _named("unk sep pad cls mask", "[UNK] [SEP] [PAD] [CLS] [MASK]")
+OF_XLNET = {**OF_ROBERTA, **_named("sep cls", "<sep> <cls>")}
+OF_ALBERT = {**OF_BERT, **_named("bos eos unk pad", "[CLS] [SEP] <unk> <pad>")}
+OF_COHERE = _named("bos eos unk", "<BOS_TOKEN> <|END_OF_TURN_TOKEN|> <UNK>")
 OF_CLASSES: Mapping[str, Mapping[str, str]] = {
-    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
-    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), END_OF_TEXT),
-    "LlamaTokenizer": {**OF_LLAMA, "unk_token": "<unk>"},
-    "CodeLlamaTokenizer": {**OF_LLAMA, "unk_token": "<unk>"},
-    "GemmaTokenizer": OF_GEMMA,
+    **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer", "WhisperTokenizer"), OF_GPT2),
+    "GPTNeoXTokenizer": {**OF_GPT2, "pad_token": ""},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    **dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer"), OF_LLAMA),
+    "GemmaTokenizer": {**_named("bos eos unk pad", "<bos> <eos> <unk> <pad>"), "mask_token": ""},
+    "CohereTokenizer": {**dict.fromkeys(("pad_token", *OTHER_NAMES), ""), **OF_COHERE},
+    **dict.fromkeys(("T5Tokenizer", "ByT5Tokenizer"), OF_T5),
+    "ReformerTokenizer": _named("eos unk", "</s> <unk>"),
+    "XGLMTokenizer": {**OF_T5, **_named("bos cls sep", "<s> <s> </s>")},
+    **dict.fromkeys(("RobertaTokenizer", "XLMRobertaTokenizer", "BartTokenizer"), OF_ROBERTA),
+    **dict.fromkeys(("MBartTokenizer", "NllbTokenizer", "CamembertTokenizer"), OF_ROBERTA),
+    **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"), OF_BERT),
+    "XLNetTokenizer": OF_XLNET,
+    **dict.fromkeys(("AlbertTokenizer", "RemBertTokenizer"), OF_ALBERT),
+}
+# The class where files of a tokenizer name none and a model is beside them. It is that of both
+# versions; of other models they have unlike ones, or one that is not in the table.
+OF_MODELS: Mapping[str, str] = {
+    **dict.fromkeys(("gpt2", "gptj", "opt", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("codegen", "phi"), "CodeGenTokenizer"),
+    **dict.fromkeys(("gpt_neox", "mpt"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "GemmaTokenizer"),
+    "cohere": "CohereTokenizer",
+    "falcon": "PreTrainedTokenizerFast",
+    "t5": "T5Tokenizer",
 }
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -42,7 +80,7 @@ class Marks:
     others: Sequence[str] = ()  # special tokens without a name
     listed: Sequence[Mapping[str, Any]] = ()  # content and flags of each, in order of the ids
     flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)  # of those with a name
-    where: Mapping[str, str] = field(default_factory=dict)  # the file that has a name
+    where: Mapping[str, str] = field(default_factory=dict)  # the file that has a name, or null
 
 
 def read(files: TokenizerFiles, has: Callable[[str], bool] = lambda token: False) -> Marks:
@@ -62,7 +100,7 @@ def read(files: TokenizerFiles, has: Callable[[str], bool] = lambda token: False
 
 def _read(files: TokenizerFiles, has: Callable[[str], bool]) -> Marks:
     config = files.json(CONFIG)
-    of_class = OF_CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"), {})
+    of_class = OF_CLASSES.get(class_of(files), {})
     named: dict[str, Any] = {name: token for name, token in of_class.items() if has(token)}
     flags: dict[str, Mapping[str, bool]] = {}
     where: dict[str, str] = {}
@@ -102,6 +140,42 @@ def _read(files: TokenizerFiles, has: Callable[[str], bool]) -> Marks:
     return Marks(
         named=found, others=list(dict.fromkeys(others)), listed=listed, flags=flags, where=where
     )
+
+
+def class_of(files: TokenizerFiles) -> str:
+    """The class that `transformers` takes for a tokenizer, or words that are no class."""
+    model = files.json(OF_MODEL)
+    named = files.json(CONFIG).get("tokenizer_class") or model.get("tokenizer_class")
+    if named is None and "model_type" in model:
+        kind = str(model["model_type"])
+        return OF_MODELS.get(kind, f"none, beside a model {kind}")
+    name = str(named)
+    return name if name in GENERIC else name.removesuffix("Fast")
+
+
+def refuse_unknown(
+    files: TokenizerFiles, marks: Marks, used: Container[str], *, pads: bool
+) -> None:
+    """Raises DataError for a mark that a template uses and of which only a class could say more.
+
+    Args:
+      files: of the tokenizer.
+      marks: all that are known.
+      used: the names in the template.
+      pads: whether the file with the pieces has a mark for padding, which some classes take.
+    """
+    name_of_class = class_of(files)
+    if name_of_class in GENERIC:
+        return
+    of_class = OF_CLASSES.get(name_of_class)
+    for name in (*NAMES, *OTHER_NAMES):
+        is_told = name in marks.named or name in marks.where
+        is_open = of_class is None or name in of_class or (pads and name == "pad_token")
+        if name in used and not is_told and is_open:
+            problem = f"does not say what {name} is, which its chat template uses"
+            found = f"tokenizer_class {name_of_class}, whose own is not known or no piece"
+            fix = f"write {name} into {CONFIG}: the mark, or null"
+            raise DataError(str(files.main.parent), problem, found=found, fix=fix)
 
 
 def _flags(token: Mapping[str, Any]) -> Mapping[str, bool]:

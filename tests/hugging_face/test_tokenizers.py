@@ -281,7 +281,9 @@ NO_PROMPT = "{% if add_generation_prompt == false %}F{% endif %}"
         ("{{ bos_token }}", {"bos_token": {"content": "<|im_end|>"}}, {}, SPECIAL[2]),
         ("{{ bos_token }}", {"tokenizer_class": "GPT2TokenizerFast"}, {}, SPECIAL[0]),
         ("{{ bos_token }}", {"tokenizer_class": "GPT2Tokenizer", "bos_token": None}, {}, ""),
-        ("{{ pad_token }}", {"tokenizer_class": "GemmaTokenizer"}, {}, ""),  # not among the pieces
+        ("{{ pad_token }}", {"tokenizer_class": "LlamaTokenizer"}, {}, ""),
+        ("{{ unk_token }}", {}, {"config__json": {"model_type": "gpt2"}}, SPECIAL[0]),
+        ("{{ pad_token }}", {"tokenizer_class": "Qwen2TokenizerFast"}, {}, SPECIAL[0]),
         ("{{ bos_token is defined }}", {"add_bos_token": True}, {}, "False"),
         (
             "{{ eos_token }}",
@@ -299,6 +301,90 @@ def test_a_template_has_the_variables_that_transformers_gives(first, config, fil
     template = tokenizer_files.load(path).template
     asked = [{**HI[0], "name": None}, HI[1]]
     assert template.render(asked) == want + IN_CHATML
+
+
+PADDING = {"pad_token": SPECIAL[1], "pad_id": 1, "pad_type_id": 0, "pad_to_multiple_of": None}
+
+
+# Of transformers 5.23, and of 4.57 for a class with a name.
+@pytest.mark.parametrize(
+    "config, want",
+    [
+        ({}, SPECIAL[1]),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, SPECIAL[1]),
+        ({"pad_token": None}, ""),
+        ({"pad_token": SPECIAL[2]}, SPECIAL[2]),
+        ({"tokenizer_class": "Qwen2Tokenizer"}, SPECIAL[0]),
+    ],
+)
+def test_the_mark_for_padding_is_that_of_the_pieces_where_no_file_and_no_class_says(
+    config, want, tmp_path
+):
+    pieces = json.loads(byte_level().to_str())
+    pieces["padding"] = {**PADDING, "strategy": "BatchLongest", "direction": "Right"}
+    config = {"eos_token": SPECIAL[0], "chat_template": "{{ pad_token }}", **config}
+    path = write(tmp_path / "t", Tokenizer.from_str(json.dumps(pieces)), config)
+    (path / "tokenizer.json").write_text(json.dumps(pieces))
+    assert tokenizer_files.load(path).template.render(HI) == want
+    of_gpt2 = config | {"tokenizer_class": "GPT2Tokenizer"}  # 4.57 takes it, and 5.23 does not
+    (path / "tokenizer_config.json").write_text(json.dumps(of_gpt2))
+    if "pad_token" not in config:
+        with pytest.raises(DataError, match="does not say what pad_token is"):
+            tokenizer_files.load(path)
+
+
+@pytest.mark.parametrize(
+    "name, config, model",
+    [
+        ("bos_token", {"tokenizer_class": "InternLM2Tokenizer"}, {}),  # of code beside the files
+        ("pad_token", {"tokenizer_class": "GemmaTokenizer"}, {}),  # <pad>, which is no piece
+        ("pad_token", {"tokenizer_class": "GPTNeoXTokenizer"}, {}),  # 5.23 has one, 4.57 none
+        ("bos_token", {}, {"model_type": "llama"}),  # none in 5.23, <s> in 4.57
+    ],
+)
+def test_marks_that_only_an_unknown_class_could_say_are_asked_for(name, config, model, tmp_path):
+    config = {"eos_token": SPECIAL[0], "chat_template": f"{{{{ {name} }}}}", **config}
+    path = write(tmp_path / "t", byte_level(), config, config__json=model)
+    with pytest.raises(DataError, match=rf"{name}.*\n.*\n.*the mark, or null"):
+        tokenizer_files.load(path)
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {name: None}))
+    assert tokenizer_files.load(path).template.render(HI) == ""
+
+
+# Decoded by transformers 5.23; on the exports by 4.57, too.
+@pytest.mark.parametrize(
+    "kind, more, want",
+    [
+        ("sentencepiece-unigram", {}, "a's b. c, it's do 'n? x"),
+        ("byte-level", {}, "a 's b . c , it ' s do 'n ? x"),
+        ("byte-level", {tokenizer_files.CLEANS_BPE: True}, "a's b. c, it's do 'n? x"),
+    ],
+)
+def test_spaces_before_punctuation_go_where_transformers_takes_them(kind, more, want, tmp_path):
+    path = KINDS[kind](tmp_path / "t")
+    said = json.loads((path / "tokenizer_config.json").read_text()) | more
+    said["clean_up_tokenization_spaces"] = True
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    tokenizer = tokenizer_files.load(path)
+    tokens = tokenizer.inner.encode("a 's b . c , it ' s do 'n ? x").ids
+    stream = tokenizer.decode_stream()
+    assert "".join([*map(stream.push, tokens), stream.rest()]) == want
+    (tmp_path / "out").mkdir()
+    tokenizer.write(tmp_path / "out")
+    assert tokenizer_files.load(tmp_path / "out").decode(tokens) == want
+
+
+def test_what_a_file_calls_null_is_undefined_whatever_the_format_says(tmp_path):
+    """So does transformers with `"bos_token": null` beside pieces of sentencepiece."""
+    path = KINDS["sentencepiece-bpe"](tmp_path / "t")
+    said = {
+        "eos_token": None,
+        "bos_token": None,
+        "chat_template": "{{ bos_token }}|{{ eos_token }}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    tokenizer = tokenizer_files.load(path)
+    assert (tokenizer.template.render(HI), tokenizer.end) == ("|", 2)
 
 
 @pytest.mark.parametrize("trim", [False, True])
