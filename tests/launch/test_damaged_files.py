@@ -111,6 +111,8 @@ def zeros(path):
 
 WAYS = [empty, cut, no_utf_8, other_shape, other_values, nested, no_date, zeros]
 WAYS += [a_folder, a_pipe]
+# One of each kind of damage: nothing there, no text, other text, and no file.
+UNLIKE_WAYS = [empty, no_utf_8, other_values, a_folder]
 JOB = ["train", "RUN", "--launcher", "local", "train.steps=4"]
 VERBS = {
     "train": ["train", "RUN"],
@@ -182,13 +184,16 @@ def run(whole, tmp_path, monkeypatch, capsys):
 
 
 def damages(verb):
-    """Each damage to a file that a verb reads: the file, what is done to it, and the words."""
+    """Each damage to a file that a verb reads: the file, what is done to it, and the words.
+
+    A job reads some files with the functions of a training in one process, which has every damage.
+    """
     for name, verbs in {**READ, **NEEDED}.items():
-        if verb in verbs | READ.get(name, set()):
-            ways = (
-                WAYS if str(name).endswith(".yaml") else [way for way in WAYS if way is not no_date]
-            )
-            yield from ((name, way, way.__name__) for way in ways)
+        reading = verbs | READ.get(name, set())
+        if verb in reading:
+            ways = UNLIKE_WAYS if verb == "job" and "train" in reading else WAYS
+            is_yaml = str(name).endswith(".yaml")
+            yield from ((name, way, way.__name__) for way in ways if is_yaml or way is not no_date)
     for name, verbs in FOLDERS.items():
         if verb in verbs:
             yield name, a_file, "a_file"

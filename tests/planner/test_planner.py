@@ -246,12 +246,13 @@ def test_a_plan_sends_fewer_boundaries_where_the_transport_is_slow():
     """On one cluster of fast NICs, stages are worth their boundaries only if these are quick."""
     cluster = make_cluster("ib", "infiniband", (8,) * 4)
     model = {"num_layers": 24, "width": 8192, "num_heads": 64}
-    config = make_config(parallel={"fsdp": 1}, model=model, train={"global_batch": 16})
+    few = {"fsdp": 1, "schedule": "1f1b", "activation_checkpointing": "none"}  # a short search
+    config = make_config(parallel=few, model=model, train={"global_batch": 16})
 
     def stages(rate):
         return len(make_plan(config, make_topology(cluster, transport_bytes_per_s=rate)).stages)
 
-    assert (stages(400e9), stages(3.3e9), stages(1e9)) == (4, 2, 1)
+    assert (stages(400e9), stages(15e9), stages(1e9)) == (4, 2, 1)
 
 
 def test_tied_embeddings_send_the_table_once_a_step():
