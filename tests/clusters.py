@@ -166,10 +166,10 @@ def three_clusters(**link):
 
 def two_kinds():
     """A cluster with two kinds of device, and one with one."""
-    mixed = make_cluster("mixed", "infiniband", (4, 4))
-    slow = make_cluster("mixed", "infiniband", (4, 4), speed=0.4, memory_gib=24).nodes
+    mixed = make_cluster("mixed", "infiniband", (2, 2))
+    slow = make_cluster("mixed", "infiniband", (2, 2), speed=0.4, memory_gib=24).nodes
     nodes = (*mixed.nodes, *(replace(node, name=f"slow-{i}") for i, node in enumerate(slow)))
-    return make_topology(replace(mixed, nodes=nodes), make_cluster("roce", "roce", (8,)))
+    return make_topology(replace(mixed, nodes=nodes), make_cluster("roce", "roce", (4,)))
 
 
 def of_file(name):
@@ -198,7 +198,10 @@ PLANS = {
         make_config(model=WIDE, parallel={}), three_clusters(ethernet_bytes_per_s=1e8)
     ),
     "two_kinds": lambda: make_plan(
-        make_config(model=WIDE, parallel={"microbatches": 16, "schedule": "eager_1f1b"}),
+        make_config(
+            model={**WIDE, "num_layers": 12},
+            parallel={"microbatches": 16, "schedule": "eager_1f1b"},
+        ),
         two_kinds(),
     ),
     "gpt_3b6": lambda: of_file("gpt_3b6"),

@@ -137,8 +137,8 @@ def stage_memory_bytes(
                       its temporaries: `_gathered_bytes`
         waiting       the gradients of experts that devices share, from a B to its W
         reduction     4 P / parts * (1 + 1 / data)    of several replicas: gradients, copied to be
-                      sent and summed, as far as there is no room yet where activations were, and
-                      replicas of a whole step in one program
+                      sent and summed, as far as there is no room yet where activations were,
+                      temporaries of later stages, and replicas of a whole step in one program
         orthogonalized    of Muon's update: momenta of hidden matrices as they are cut, dealt out
                       and coming back, 12 bytes each, and 16 of one whole matrix, as far as there
                       is no room where activations were
@@ -205,12 +205,16 @@ def _room_of_reduction(stage: StageShape, items: Mapping[str, Numbers], freed: N
     """Bytes of other items that are gone, of those `freed` in all, when gradients are reduced.
 
     The first stage reduces in its last backward: before that, activations are still there. A stage
-    alone does it after a loop over microbatches, and reads no replicas then.
+    alone does it after a loop over microbatches, and reads no replicas then. Later stages do it in
+    a program of its own, which no backward's temporaries are beside. A divided backward reduces in
+    its last W.
     """
     is_loop = stage.is_alone and not stage.is_whole_step
     share = (stage.in_flight - 1) / stage.in_flight if stage.is_first and not is_loop else 1.0
     room = np.minimum(share * items["activations"] + items["logits"], freed)
-    return room + is_loop * items["replicas"]
+    is_apart = (not stage.is_first) & (np.asarray(stage.waiting) == 0)
+    of_backward = items["temporaries"] + items.get("gathered", 0.0)
+    return room + is_loop * items["replicas"] + is_apart * of_backward
 
 
 def _left(room: Numbers, needed: Numbers) -> tuple[Numbers, Numbers]:

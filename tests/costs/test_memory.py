@@ -228,14 +228,25 @@ def test_what_a_backward_needs_besides():
 
 
 def test_gradients_are_reduced_where_activations_were():
-    """All of them are gone then, but in the first stage, which reduces in its last backward."""
+    """All of them are gone then, but in the first stage, which reduces in its last backward.
+
+    A later stage does it in a program of its own, when no backward's temporaries are there, except
+    in the last part of a divided backward.
+    """
     bytes_of = lambda **changes: memory.stage_memory_bytes(
         MODELS["gpt2"], dataclasses.replace(SHAPE, data=2, is_last=False, **changes)
     )
     first = bytes_of(in_flight=2, sequences=1)
-    later = bytes_of(in_flight=1, sequences=1, is_first=False)
+    later, divided, cut = (
+        bytes_of(in_flight=1, sequences=1, is_first=False, **changes)
+        for changes in ({}, {"waiting": 1}, {"fsdp": 2})
+    )
     assert first["reduction"] == 1.5 * first["gradients"] - first["activations"] / 2 > 0
-    assert later["reduction"] == 1.5 * later["gradients"] - later["activations"] > 0
+    left = 1.5 * later["gradients"] - later["activations"]
+    assert later["reduction"] == left - later["temporaries"] > 0
+    assert divided["reduction"] == left
+    left = 1.5 * cut["gradients"] - cut["activations"] - cut["temporaries"]
+    assert cut["reduction"] == max(0.0, left - cut["gathered"])
     assert bytes_of(in_flight=50)["reduction"] == 0
 
 

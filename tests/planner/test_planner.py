@@ -65,7 +65,7 @@ def test_every_plan_holds_every_layer_and_adds_up(name):
     plan = golden_plan(name)
     layers = [layer for _, chunk in plan.chunks for layer in chunk]
     others = {"gpt_3b6": 30, "gpt_7b5": 36, "gpt_39b1": 48}
-    wide = dict.fromkeys(("three_clusters", "a_slow_link", "two_kinds"), 24)
+    wide = dict.fromkeys(("three_clusters", "a_slow_link"), 24)
     num_layers = {**others, **wide}.get(name, 12)
     assert tuple(layers) == layer_names(num_layers)
     assert plan.num_layers == num_layers
