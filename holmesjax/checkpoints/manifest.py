@@ -47,6 +47,11 @@ DATA = "d"  # a folder of OCDBT, which has arrays, and trees of their chunks wit
 SMALL_BYTES = 1 << 20  # a file of DATA up to this has a SHA-256, as all others have
 SHOWN = {"bytes": "its size", "sha256": "its SHA-256"}
 THREADS = 16  # that ask the file system, which may be far away
+# What keeps bytes from this process alone, or for now, is no damage of a checkpoint.
+WITHHELD = (
+    *(errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+)
 # For a file of another host to be seen here: a client of NFS may believe for a minute that there is
 # none (`acdirmax`).
 SEEN_S = 75.0
@@ -191,7 +196,7 @@ def refuse_elsewhere(checkpoint: Checkpoint) -> None:
 def verify(checkpoint: Checkpoint) -> None:
     """Raises DamagedError unless every file has its size, and each small file its SHA-256.
 
-    Parts that are `elsewhere` are not looked at.
+    Parts that are `elsewhere` are not looked at. A file that is withheld raises as in `find`.
     """
     manifest = checkpoint.manifest
     if not is_sound(manifest):
@@ -216,6 +221,8 @@ def verify(checkpoint: Checkpoint) -> None:
         except FileNotFoundError:
             return damaged(checkpoint, name, "is missing", "no such file")
         except OSError as error:
+            if error.errno in WITHHELD:
+                raise
             return damaged(checkpoint, name, "is damaged: it cannot be read", error.strerror)
         if found["sha256"] is None:  # its arrays have digests
             found["sha256"] = files[name]["sha256"]
@@ -225,7 +232,7 @@ def verify(checkpoint: Checkpoint) -> None:
         problem = f"is damaged: {SHOWN[what]} should be {files[name][what]}"
         return damaged(checkpoint, name, problem, found[what])
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with _told(checkpoint.path), ThreadPoolExecutor(THREADS) as pool:
         for error in filter(None, pool.map(check, files)):
             raise error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from holmesjax.checkpoints import fetching, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.errors import DamagedError, PeerError
+from holmesjax.errors import DamagedError, HolmesError, PeerError
 from holmesjax.hosts.process_environment import die_with
 from holmesjax.liveness import helper_process
 from holmesjax.liveness.helper_process import Ended
@@ -157,6 +157,9 @@ def _look(path: Path, parts: Sequence[str], mb_per_s: float | None) -> int:
             return 0  # the run has taken it away in the meantime
         print(" ".join(str(error).split()), file=sys.stderr)
         return DAMAGED
+    except HolmesError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return error.exit_status
     return 0
 
 

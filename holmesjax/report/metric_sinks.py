@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import socket
 import struct
 import threading
@@ -14,10 +15,12 @@ from typing import Any, Protocol
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError
 from holmesjax.files import regular_files
+from holmesjax.files.whole_files import write_whole
 from holmesjax.report.record_file import MOST_WAITING, RecordFile
 
 CLOSE_S = 10.0  # for sinks to write what waits, and to end
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
+WANDB_ID = re.compile(r"[\w.=@+~-]{1,128}")
 
 
 def check_installed(log: LogConfig) -> None:
@@ -49,7 +52,7 @@ def start_sinks(
     """
     sinks = []
     if log.wandb:
-        sinks.append(QueuedSink(lambda: _Wandb(run_dir), "Weights & Biases", warn))
+        sinks.append(QueuedSink(lambda: _Wandb(run_dir, warn), "Weights & Biases", warn))
     if log.tensorboard or (log.tensorboard is None and _is_installed("tensorboard")):
         make = lambda: _TensorBoard(run_dir, done_steps, warn)
         sinks.append(QueuedSink(make, "TensorBoard", warn))
@@ -169,19 +172,29 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of the project `holmesjax`; a resumed run continues the same one."""
+    """A run of the project `holmesjax`; a resumed run continues the same one.
 
-    def __init__(self, run_dir: Path):
+    The file with the run's id may be damaged, or find no room: that costs the continuation alone.
+    """
+
+    def __init__(self, run_dir: Path, warn: Callable[[str], object]):
         package = importlib.import_module("wandb")
         id_file = run_dir / "wandb_id"
-        run_id = regular_files.read_text(id_file) if id_file.exists() else None
+        run_id = _known_id(id_file, warn)
         place = {"project": "holmesjax", "name": run_dir.resolve().name, "dir": str(run_dir)}
         try:
             self._run = package.init(**place, id=run_id, resume="allow")
         except Exception as error:  # not logged in, no network, no such project
             fix = "wandb login, or WANDB_MODE=offline in the environment, or log.wandb=false"
             raise ConfigError("log.wandb", "wandb does not start", found=error, fix=fix) from None
-        id_file.write_text(self._run.id)
+        try:
+            if run_id != self._run.id:
+                write_whole(id_file, self._run.id)
+        except OSError as error:
+            warn(
+                f"warning: {id_file} cannot be written, so a resume begins another run of "
+                f"Weights & Biases: {error.strerror}"
+            )
         # Our own x axis: wandb's counter refuses the steps that a resumed run repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -191,3 +204,18 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _known_id(id_file: Path, warn: Callable[[str], object]) -> str | None:
+    """Returns the id in a file; None if there is none, and, with a warning, if it is no id."""
+    try:
+        run_id = regular_files.read_text(id_file).strip()
+        if WANDB_ID.fullmatch(run_id):
+            return run_id
+        problem: object = repr(run_id[:80])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        problem = error
+    warn(f"warning: {id_file} has no id, so a new run of Weights & Biases begins: {problem}")
+    return None

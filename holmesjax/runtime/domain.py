@@ -96,6 +96,8 @@ def hold_coordinator_port(address: str, config: DistributedConfig, stage: int) -
             connections.listen(address, port).close()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(place)
+        # It was for the connections of before; another job that also sets it could bind here, too.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (HolmesError, OSError) as error:
         if sock is not None:
             sock.close()

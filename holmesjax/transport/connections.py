@@ -156,6 +156,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(place)
+        sock.listen(BACKLOG)  # refuses a port that another one has bound and does not listen at
     except OSError as error:
         if sock is not None:
             sock.close()
@@ -163,7 +164,6 @@ def listen(address: str, port: int = 0) -> socket.socket:
         fix = "choose another port" if port else "name an address of this machine"
         where = addresses.show(address, port)
         raise HolmesError(where, "cannot listen here", found=found, fix=fix) from None
-    sock.listen(BACKLOG)
     return sock
 
 

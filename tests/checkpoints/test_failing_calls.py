@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest
+from holmesjax.checkpoints import committed, manifest, second_reading
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import CheckpointConfig
@@ -303,6 +303,32 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatc
         monkeypatch.setattr(os, "listdir", fails)
         with pytest.raises(kind, match="cannot be read"):
             manifest.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number, kind", [(errno.EACCES, CheckpointError), (errno.ESTALE, PeerError), (errno.EIO, None)]
+)
+def test_what_is_withheld_is_no_damage(tmp_path, monkeypatch, number, kind):
+    """Two processes of a host may both be refused a file that is whole; a broken disk gives EIO."""
+    run = Run(tmp_path, keep=2)
+    run.save(10, 20)
+    describe = manifest._describe
+
+    def fails(path, **how):
+        if "step_00000020" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return describe(path, **how)
+
+    monkeypatch.setattr(manifest, "_describe", fails)
+    if kind is None:
+        assert run.resume() == 10
+        return
+    with pytest.raises(kind, match="cannot be read") as error:
+        run.resume()
+    assert type(error.value) is kind
+    assert names(tmp_path) == ["step_00000010", "step_00000020"]
+    status = second_reading._look(manifest.folder_of(tmp_path, 20), [], None)
+    assert status not in (0, second_reading.DAMAGED)
 
 
 def test_another_job_s_checkpoint_is_neither_begun_again_nor_replaced(tmp_path):

@@ -250,14 +250,15 @@ def test_a_port_that_is_held_is_for_the_coordinator_alone(port):
     address = "127.9.8.6"
     with hold_coordinator_port(address, DistributedConfig(port=port), 0) as held:
         place = connections.address_of(held)
-        if port:  # a second job of this user
-            with _coordinator(place), pytest.raises(HolmesError, match="cannot listen there"):
+        with pytest.raises(HolmesError, match="cannot listen here"):
+            connections.listen(*place)
+        if port:  # a second job of this user, before the coordinator listens
+            with pytest.raises(HolmesError, match="cannot listen there"):
                 hold_coordinator_port(address, DistributedConfig(port=port), 0)
-        else:
-            with pytest.raises(HolmesError, match="cannot listen here"):
-                connections.listen(*place)
-            with _coordinator(place):
-                pass
+        with _coordinator(place):
+            if port:
+                with pytest.raises(HolmesError, match="cannot listen there"):
+                    hold_coordinator_port(address, DistributedConfig(port=port), 0)
 
 
 @contextlib.contextmanager

@@ -235,6 +235,33 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, monkeypatch):
     assert len(finished) == 2
 
 
+@pytest.mark.parametrize("damage", [b"", b"\0\0\0", b"\xff", None], ids=repr)
+def test_a_damaged_id_of_a_wandb_run_costs_its_continuation_alone(tmp_path, monkeypatch, damage):
+    """A disk that was full has left an empty file; None: a folder, which no file can replace."""
+    asked, logged = [], []
+    nothing = lambda *args, **kwargs: None
+
+    def init(**arguments: object) -> SimpleNamespace:
+        asked.append(arguments["id"])
+        return SimpleNamespace(id="new", define_metric=nothing, log=logged.append, finish=nothing)
+
+    pretend_wandb(monkeypatch, init)
+    if damage is None:
+        (tmp_path / "wandb_id").mkdir()
+    else:
+        (tmp_path / "wandb_id").write_bytes(damage)
+    said: list[str] = []
+    for step in (1, 2):
+        log = LogConfig(wandb=True, tensorboard=False)
+        with Metrics(tmp_path, log, done_steps=step - 1, warn=said.append) as metrics:
+            metrics.write({"step": step, "loss": 2.0})
+    assert asked == [None, None if damage is None else "new"]
+    assert logged == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}]
+    assert len(said) == (4 if damage is None else 1)
+    assert all(str(tmp_path / "wandb_id") in told for told in said)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_lines_that_find_no_room_are_written_when_there_is_room(tmp_path):
     warnings = []
     with Metrics(tmp_path, NO_LOG, warn=warnings.append) as metrics:
