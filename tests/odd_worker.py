@@ -1,11 +1,13 @@
 """A process of a job that misbehaves: python -m tests.odd_worker RUN_DIR '{...}'
 
 late_s      whatever comes from other stages comes up to so many seconds late, at random
+lacks_room  the step whose checkpoint finds no room on the disk for the folder of its part
 hangs_in    the step in which its main thread stops for ever, before what others wait for
 ends_in     a signal, which it sends to itself inside a meeting of islands, and after how many parts
             of arrays that come there
 """
 
+import errno
 import itertools
 import json
 import os
@@ -13,6 +15,8 @@ import random
 import sys
 import threading
 import time
+
+import orbax.checkpoint as ocp
 
 from holmesjax.distributed.worker import work
 from holmesjax.runtime.prefetch import Feed
@@ -27,6 +31,18 @@ def receive_late(late_s):
         landed(self, channel, frame)
 
     TcpTransport.landed = late
+
+
+def lack_room(step):
+    folder = ocp.path.atomicity.AtomicRenameTemporaryPath
+    create = folder.create
+
+    async def fail(self):
+        if f"step_{step:08d}" in str(self.get_final()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return await create(self)
+
+    folder.create = fail
 
 
 def hang_in(number):
@@ -52,7 +68,9 @@ def end_in_meeting(number, after):
     TcpTransport.landed = last
 
 
-def main(run_dir, late_s=0.0, hangs_in=0, ends_in=None):
+def main(run_dir, late_s=0.0, lacks_room=0, hangs_in=0, ends_in=None):
+    if lacks_room:
+        lack_room(lacks_room)
     if ends_in:
         end_in_meeting(*ends_in)
     if hangs_in:

@@ -94,6 +94,27 @@ def _handler(*, use_ocdbt: bool = True) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, type_handler_registry=registry)
 
 
+class _Folder(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The folder of a part until the part is whole. That it cannot be made is raised at its end.
+
+    Other processes wait for the word that it is there, which Orbax would never send.
+    """
+
+    _problem: OSError | None = None
+
+    async def create(self) -> Any:
+        try:
+            return await super().create()
+        except OSError as error:
+            self._problem = error
+            return self.get()
+
+    async def finalize(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+        await super().finalize()
+
+
 def _in_chunks(arrays: Arrays) -> ocp.args.PyTreeSave:
     """Arrays for Orbax, in chunks, so that a part of one can be read by itself."""
     cut = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
@@ -155,7 +176,8 @@ class Writer:
         self._gate = domain.gate("checkpoints")
         options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
         self._checkpointers = [
-            ocp.AsyncCheckpointer(_handler(), async_options=options) for _ in chunks
+            ocp.AsyncCheckpointer(_handler(), async_options=options, temporary_path_class=_Folder)
+            for _ in chunks
         ]
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None

@@ -43,7 +43,7 @@ SETTINGS = [
     "train.steps=100000",  # it must not end by itself before the test is done with it
 ]
 LOCAL = ("--launcher", "local")
-STEP_TIMEOUT_S, HANGS_IN = 15.0, 10  # distributed.step_timeout_s, where one is to hang in a step
+STEP_TIMEOUT_S, HANGS_IN = 15.0, 14  # distributed.step_timeout_s, where one is to hang in a step
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -400,16 +400,18 @@ def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path,
     """Until a step hangs: what came before is the same, and one process is named.
 
     A scheduler starts the processes: its variable says which is which, the launcher the rest.
-    Strangers call at every port, a process stands still for a while, and a file stands where the
-    folder of the first checkpoint should. All processes beat while one hangs; the others wait for
-    it in a collective, or for what it should send.
+    Strangers call at every port, a process stands still for a while, a file stands where the folder
+    of the first checkpoint should, and the second finds no room for the folder of its first part.
+    All processes beat while one hangs; the others wait for it in a collective, or for what it
+    should send.
     """
     rng = random.Random(0)
     greetings = [b"", rng.randbytes(1000), b"\x7f\xff\xff\xff" * 64, b"GET / HTTP/1.0\r\n\r\n"]
     checkpoints = tmp_path / "run" / manifest.FOLDER
     checkpoints.mkdir(parents=True)
     (checkpoints / "step_00000004").touch()
-    limit, odd = f"distributed.step_timeout_s={STEP_TIMEOUT_S:g}", {1: {"hangs_in": HANGS_IN}}
+    limit = f"distributed.step_timeout_s={STEP_TIMEOUT_S:g}"
+    odd = {0: {"lacks_room": 8}, 1: {"hangs_in": HANGS_IN}}
     with (
         external_job(tmp_path, CLUSTERS, *SETTINGS, limit, odd=odd) as job,
         contextlib.ExitStack() as stack,
@@ -427,11 +429,12 @@ def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path,
         os.kill(pids[2], signal.SIGCONT)
         assert job.end() == 75, job.output
     assert not any(address == "0.0.0.0" for address, _ in ports)
-    [told] = [line for line in job.lines if "no checkpoint after step 4: " in line]
-    assert "File exists" in told
+    for step, problem in ((4, "File exists"), (8, "No space left")):
+        [told] = [line for line in job.lines if f"no checkpoint after step {step}: " in line]
+        assert problem in told
     assert "Traceback" not in job.output
     # It went on. A slow machine may have tried the failed save again on its way.
-    assert manifest.find(tmp_path / "run")[0].step == 8
+    assert manifest.find(tmp_path / "run")[0].step == 12
     assert_hung(tmp_path, job, 1, "a/a-1 (stage 0, process 1)", HANGS_IN)
     losses = losses_of(tmp_path)  # of a step whose end is seen with that of the next, not yet
     assert losses == undisturbed(HANGS_IN - 2)[: len(losses)] != []
