@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ MOST_WAITING = 10_000  # records, for a disk that has room or for whoever writes
 class RecordFile:
     """A file that grows by the record of a step, or not at all.
 
-    A record that finds no room is kept, and written with the next one.
+    A record that finds no room is kept, and written with the next one. A file that somebody removes
+    comes back with all its records; of another one in its place it is said that it lacks them.
 
     Args:
       path: of the file, which may be there.
@@ -22,10 +24,12 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]):
-        self._file, self._say = regular_files.open_file(path, "ab", buffering=0), say
+        self._path, self._say = path, say
+        self._file = regular_files.open_file(path, "a+b", buffering=0)
         self._size = self._file.seek(0, os.SEEK_END)  # of whole records
         self._records: list[bytes] = []  # that are not in the file yet
         self._is_failing = False
+        self._is_replaced = False
 
     def append(self, record: bytes) -> None:
         self._records.append(record)
@@ -35,6 +39,7 @@ class RecordFile:
         """Writes all records that are left. One of which only a part fits is cut off again."""
         content = b"".join(self._records)
         try:
+            self._come_back()
             if (count := self._file.write(content)) != len(content):
                 raise OSError(errno.ENOSPC, f"{count} of {len(content)} bytes were written")
         except OSError as error:
@@ -42,7 +47,7 @@ class RecordFile:
                 self._file.truncate(self._size)
             if not self._is_failing:
                 self._say(
-                    f"{self._file.name} cannot be written ({error.strerror}): "
+                    f"{self._path} cannot be written ({error.strerror}): "
                     "the records of steps are kept, and written when it can be"
                 )
             self._is_failing = True
@@ -50,16 +55,39 @@ class RecordFile:
                 del self._records[0]
             return
         if self._is_failing:
-            self._say(f"{self._file.name} is written again")
+            self._say(f"{self._path} is written again")
         self._size += len(content)
         self._records.clear()
         self._is_failing = False
+
+    def _come_back(self) -> None:
+        """Puts a file that was removed back in its place. Raises OSError."""
+        try:
+            is_there = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            copy = self._path.with_name(f"{self._path.name}.tmp")
+            try:
+                self._file.seek(0)
+                with regular_files.open_file(copy, "wb") as file:
+                    shutil.copyfileobj(self._file, file)
+                there = regular_files.open_file(copy, "a+b", buffering=0)
+                copy.rename(self._path)
+            except OSError:
+                copy.unlink(missing_ok=True)
+                raise
+            self._file.close()
+            self._file = there
+            self._say(f"{self._path} was removed, and is there again with all records of steps")
+            return
+        if not is_there and not self._is_replaced:
+            self._say(f"{self._path} is another file now: the records of steps do not go there")
+        self._is_replaced = not is_there
 
     def close(self) -> None:
         if self._records:
             self._write()
         if self._records:
-            self._say(f"{self._file.name} lacks the records of {len(self._records)} steps")
+            self._say(f"{self._path} lacks the records of {len(self._records)} steps")
             self._records.clear()
         with contextlib.suppress(OSError):
             self._file.close()

@@ -282,6 +282,29 @@ def test_lines_that_find_no_room_are_written_when_there_is_room(tmp_path):
         assert "lacks the records of 1 steps" in warnings[-1]
 
 
+def test_a_file_of_records_that_is_removed_comes_back_whole(tmp_path):
+    warnings: list[str] = []
+    path = tmp_path / FILE
+    with Metrics(tmp_path, NO_LOG, warn=warnings.append) as metrics:
+        metrics.write({"step": 1, "loss": 5.0})
+        whole = path.read_bytes()
+        path.unlink()
+        with files_of_at_most(len(whole) // 2):
+            metrics.write({"step": 2, "loss": 5.0})
+            assert list(tmp_path.iterdir()) == []
+        path.unlink(missing_ok=True)
+        metrics.write({"step": 3, "loss": 5.0})
+        assert [record["step"] for record in read(tmp_path)] == [1, 2, 3]
+        assert "was removed, and is there again" in warnings[1]
+        path.unlink()
+        path.write_bytes(whole)
+        for step in (4, 5):
+            metrics.write({"step": step, "loss": 5.0})
+    assert path.read_bytes() == whole
+    [told] = [text for text in warnings if "is another file now" in text]
+    assert str(path) in told
+
+
 def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path):
     pytest.importorskip("tensorboardX")
     warnings = []
