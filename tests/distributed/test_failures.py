@@ -155,6 +155,7 @@ def lose_connections(job: RunningJob) -> None:
     assert num_lost >= 24
 
 
+@pytest.mark.timeout(600)  # one job that starts again and again, of 70 s of a core in all
 def test_a_job_goes_on_exactly_whatever_befalls_it(tmp_path, undisturbed):
     """Losses of processes, connections and the launcher, a signal and a damaged checkpoint."""
     run_dir = tmp_path / "run"
