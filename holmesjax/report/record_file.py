@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holmesjax.files import regular_files
+from holmesjax.files.whole_files import put_in_place, temporary_of
 
 MOST_WAITING = 10_000  # records, for a disk that has room or for whoever writes them
 
@@ -65,16 +66,15 @@ class RecordFile:
         try:
             is_there = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
-            copy = self._path.with_name(f"{self._path.name}.tmp")
+            copy = temporary_of(self._path)
             try:
                 self._file.seek(0)
                 with regular_files.open_file(copy, "wb") as file:
                     shutil.copyfileobj(self._file, file)
                 there = regular_files.open_file(copy, "a+b", buffering=0)
-                copy.rename(self._path)
-            except OSError:
+                put_in_place(copy, self._path)
+            finally:
                 copy.unlink(missing_ok=True)
-                raise
             self._file.close()
             self._file = there
             self._say(f"{self._path} was removed, and is there again with all records of steps")
