@@ -91,6 +91,9 @@ class ProcessStore:
     ):
         self._job, self._environment, self._processes = job, environment, processes
         self._me, self._member, self._store = processes[environment.number], member, store
+        self._mirror: Mirror | None = None  # where this process writes to one
+        if store:
+            store.silence_s = job.config.distributed.silence_s
 
     def open_memory(self) -> PartnerMemory | None:
         """The copies that this process keeps for other clusters; None: it keeps none."""
@@ -103,7 +106,7 @@ class ProcessStore:
         holds = any(partner.holder == self._me for partner in found)
         if not holds and not partner_memory.has_folder(home, self._me.node):
             return None
-        return partner_memory.opened(
+        memory = partner_memory.opened(
             home,
             me=self._me,
             found=found,
@@ -111,12 +114,16 @@ class ProcessStore:
             controller=self._environment.controller,
             key=self._environment.key,
         )
+        if memory:
+            memory.silence_s = self._job.config.distributed.silence_s
+        return memory
 
     def fence(self, epoch: int) -> Callable[[], None]:
         """A check that the run folder is still that of this process's job."""
         if self._store is None:
             return lease.fence(self._job.run_dir, epoch)
-        return stores.begin(self._store.folder, self._start_name(str(self._store.launchers), epoch))
+        start = self._start_name(str(self._store.launchers), epoch)
+        return stores.begin(self._store.folder, start, functools.partial(print, flush=True))
 
     def _start_name(self, home: str, epoch: int) -> str:
         return stores.start_name(home, epoch, self._environment.restart)
@@ -132,7 +139,13 @@ class ProcessStore:
             found.begin(self._start_name(str(home), epoch), writes=self._me.leads)
         except OSError as error:
             raise of_system(error) from None
-        return found if self._me.leads else None
+        self._mirror = found if self._me.leads else None
+        return self._mirror
+
+    def close(self) -> None:
+        """Waits until the object store is rid of what the launcher has not kept."""
+        if self._mirror:
+            self._mirror.close()
 
     def checkpoint(self, start: JobStart, chunks: Sequence[Chunk]) -> Checkpoint | None:
         """Returns the checkpoint to resume; None for step 0, unless weights were imported.

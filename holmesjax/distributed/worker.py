@@ -20,9 +20,10 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, skipped_data, writing
-from holmesjax.data import cluster_paths, whole_digests
+from holmesjax.checkpoints import manifest, reading as arrays_reading, skipped_data, writing
+from holmesjax.data import cluster_paths, corpus_progress
 from holmesjax.data.batches import Batches
+from holmesjax.data.corpus_progress import WorkDone
 from holmesjax.data.patience import patiently
 from holmesjax.distributed import foreign_errors
 from holmesjax.distributed.member import ADVANCE_S, Member
@@ -53,7 +54,7 @@ from holmesjax.errors import (
 from holmesjax.files import places
 from holmesjax.hosts import computing, nics
 from holmesjax.hosts.nics import Host
-from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
+from holmesjax.hosts.process_environment import ProcessEnvironment, die_with, own_devices
 from holmesjax.islands.agreement import Digests
 from holmesjax.islands.apart import IslandApart
 from holmesjax.islands.crossings import crossings_of
@@ -107,6 +108,7 @@ def work(
         where, problem = "the environment", f"the plan has {len(processes)} processes"
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
+    env.update(own_devices(processes[environment.number], env))
     return kind(job, environment, processes, env, find_host, store).run()
 
 
@@ -141,21 +143,23 @@ class Worker:
         self._config = job.config.distributed
         self._failing = threading.Lock()
         self._about = job.about(environment.restart)
+        self._step, self._stopping = 0, False
+        self._has_trained = environment.restart > 0 or jobs.has_trained(job.run_dir)
+        self._tcp: TcpTransport | None = None  # where there are several stages
+        self._held_port: socket.socket | None = None  # of the coordinator, until it listens
+        # Last of all: its thread may call `_give_up` at once.
         self._member = Member(
             process=self._me,
             address=environment.controller[0],
             port=environment.controller[1],
             key=environment.key,
             about=self._about,
-            computing=computing.facts(env, find_host().gpus, job.config.model.module),
+            computing=computing.facts(env, find_host().gpus, job.own_sources),
             timeout_s=self._config.silence_s,
             start_timeout_s=self._config.start_timeout_s,
             on_loss=self._give_up,
         )
         self._files = ProcessStore(job, environment, processes, self._member, store)
-        self._step, self._stopping = 0, False
-        self._tcp: TcpTransport | None = None  # where there are several stages
-        self._held_port: socket.socket | None = None  # of the coordinator, until it listens
 
     def run(self) -> int:
         """Returns 0 once all is done, and REQUEUE if the run was asked to stop before."""
@@ -176,13 +180,24 @@ class Worker:
         """Ends this process with what went wrong, from any thread; the first call counts.
 
         It waits for the end of the job: others would fail with it, and JAX would abort them.
+
+        A mistake in a run that has made steps may go away, unless the controller calls it one: a
+        scheduler that sees this process end with 2 would start no job again.
         """
         self._failing.acquire()  # never released
         failed = _described(error)
         say = lambda: None if isinstance(error, HolmesError) else traceback.print_exception(error)
         flush = lambda: sys.stdout.flush()
-        last_words = (lambda: self._send(failed), say, flush, lambda: self._member.is_over.wait())
-        hung_main_thread.end_process(failed.exit_status, *last_words)
+
+        def wait() -> None:
+            self._member.is_over.wait()
+            if self._member.is_refused:
+                hung_main_thread.end_process(failed.exit_status)
+
+        is_mistake = failed.exit_status == HolmesError.exit_status
+        may_pass = is_mistake and self.trains and self._has_trained
+        status = REQUEUE if may_pass else failed.exit_status
+        hung_main_thread.end_process(status, lambda: self._send(failed), say, flush, wait)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -203,10 +218,9 @@ class Worker:
 
     def _run(self) -> int:
         job, member = self._job, self._member
-        has_trained = self._environment.restart > 0 or jobs.has_trained(job.run_dir)
         # Before JAX starts: compiling may take minutes.
         look = functools.partial(cluster_paths.look, job.config, [self._me.cluster])
-        patiently(look, has_trained=has_trained)
+        patiently(look, has_trained=self._has_trained)
         job.check_pool(self._env, [self._me.stage])
         memory = self._files.open_memory()
         ports = self._listen()
@@ -226,7 +240,7 @@ class Worker:
             job,
             chunks,
             self._me.cluster,
-            has_trained=has_trained,
+            has_trained=self._has_trained,
             session=member.session,
             noted_s=lambda: member.noted_s,
         )
@@ -247,7 +261,8 @@ class Worker:
             member.status("was reading the checkpoint")
             self._step = start.resume
             try:
-                setup.restore(runner, saved, member.advance)
+                with self._advancing_with(arrays_reading.read_arrays):
+                    setup.restore(runner, saved, member.advance)
             except DamagedError as error:
                 if self._store is None or saved is None:
                     raise
@@ -272,6 +287,7 @@ class Worker:
         is_whole = loop.is_over or done >= job.config.train.steps
         close = lambda: None if isinstance(runner, WholeStep) else runner.close()
         self._leave(done, close, is_over=loop.is_over)
+        self._files.close()  # before Python ends: then no thread starts another one
         self._end_memory(memory, is_whole)
         return 0 if is_whole else REQUEUE
 
@@ -292,15 +308,30 @@ class Worker:
         if memory and is_whole:
             memory.end()
 
+    @contextlib.contextmanager
+    def _advancing_with(self, done: WorkDone) -> Iterator[None]:
+        """Reports progress as long as more is done, meanwhile."""
+        is_over = threading.Event()
+
+        def look() -> None:
+            counted = done.count
+            while not is_over.wait(ADVANCE_S):
+                if done.count > counted:
+                    counted = done.count
+                    self._member.advance()
+
+        thread = threading.Thread(target=look, name="advance", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
     def _result(self, reading: "Future[Batches]") -> Batches:
-        """Returns what is read, and reports progress as long as bytes are read."""
-        counted = 0
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return reading.result(ADVANCE_S)
-            if whole_digests.read_bytes.count > counted:
-                counted = whole_digests.read_bytes.count
-                self._member.advance()
+        """Returns what is read, and reports progress as long as more of it is done."""
+        with self._advancing_with(corpus_progress.done):
+            return reading.result()
 
     def _listen(self) -> Ports:
         """Chooses NICs, and opens the ports at which others reach this process."""
