@@ -24,6 +24,19 @@ def hub_name(name: str) -> str | None:
     return None if own == name and os.path.isdir(Path(own).parent) else own
 
 
+def snapshot_of(folder: Path) -> Path | None:
+    """The files of a model or a data set in a folder of the Hub's cache; None: it is none."""
+    try:
+        if not all((folder / part).is_dir() for part in ("blobs", "refs", "snapshots")):
+            return None
+        head = folder / "refs" / "main"
+        version = head.read_text().strip() if head.is_file() else ""
+        there = sorted((folder / "snapshots").iterdir())
+    except (OSError, ValueError):  # a name that is too long, say: whoever reads the path says so
+        return None
+    return next((path for path in there if path.name == version), there[0] if there else None)
+
+
 def fix(name: str, otherwise: str, *, folder: str = "models", use: str = "") -> str:
     """The way out where a path is not there: a download, if it is a name of the Hub.
 
@@ -35,9 +48,11 @@ def fix(name: str, otherwise: str, *, folder: str = "models", use: str = "") -> 
 
     >>> fix("a/b", "name a folder", folder="corpora").partition("so: ")[2]
     'hf download a/b --repo-type dataset --local-dir corpora/b; then name corpora/b'
-    >>> fix("gpt2", "name a folder")
-    'name a folder; nothing is downloaded'
+    >>> fix("gpt2", "name a folder"), fix("./" + "x" * 300, "name a folder")
+    ('name a folder; nothing is downloaded', 'name a folder')
     """
+    if (snapshot := snapshot_of(Path(name))) is not None:
+        return f"name the folder that has the files: {snapshot}"
     if (own := hub_name(name)) is None:
         is_word = WORD.fullmatch(name) is not None
         return f"{otherwise}; nothing is downloaded" if is_word else otherwise

@@ -1,7 +1,7 @@
 """Rules of corpora, mixtures and documents."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from holmesjax.config.data_sections import (
     BYTES,
@@ -23,10 +23,11 @@ def corpus_or_mixture(data: DataConfig) -> Iterator[ConfigError]:
         if data.corpus == MIXTURE:
             fix = "add `corpus:` to section 'data', or `mixture:`, a list of corpora"
             yield wrong("data.corpus", "is missing", "nothing", fix)
-        if data.mixture_changes is not None:
-            fix = "leave it out, or name the corpora in data.mixture"
-            problem, found = "is only for a mixture", f"{len(data.mixture_changes)} changes"
-            yield wrong("data.mixture_changes", problem, found, fix)
+        for name in ("mixture_changes", "mixture_by_island"):
+            if (value := getattr(data, name)) is not None:
+                fix = "leave it out, or name the corpora in data.mixture"
+                found = f"{len(value)} changes" if name == "mixture_changes" else value
+                yield wrong(f"data.{name}", "is only for a mixture", found, fix)
         return
     if data.corpus != MIXTURE:
         problem, fix = "must be left out beside data.mixture", "add it to the list of the mixture"
@@ -90,13 +91,24 @@ def weights_are_of_the_mixture(data: DataConfig) -> Iterator[ConfigError]:
             fix = f"use more than {last_point:,}, and write the changes in their order"
             yield wrong(f"{where}.{unit}", problem, point, fix)
         before = unit, point
-        for name in change.weights:
-            if name not in names:
-                fix = schema.near(name, names)
-                yield wrong(f"{where}.weights", "names no corpus of the mixture", name, fix)
-        if not any(change.weights.values()):
-            problem, fix = "must have a weight above 0", "give one corpus a weight"
-            yield wrong(f"{where}.weights", problem, dict(change.weights), fix)
+        yield from _are_weights(f"{where}.weights", change.weights, names)
+    if data.mixture_by_island is not None and data.mixture_changes is not None:
+        problem, fix = "cannot be set beside data.mixture_by_island", "leave one of the two out"
+        found = f"{len(data.mixture_changes)} changes"
+        yield wrong("data.mixture_changes", problem, found, fix)
+    for island, weights in (data.mixture_by_island or {}).items():
+        yield from _are_weights(f"data.mixture_by_island.{island}", weights, names)
+
+
+def _are_weights(
+    where: str, weights: Mapping[str, float], names: Sequence[str]
+) -> Iterator[ConfigError]:
+    for name in weights:
+        if name not in names:
+            yield wrong(where, "names no corpus of the mixture", name, schema.near(name, names))
+    if not any(weights.values()):
+        problem, fix = "must have a weight above 0", "give one corpus a weight"
+        yield wrong(where, problem, dict(weights), fix)
 
 
 def variables_are_for_templates(data: DataConfig) -> Iterator[ConfigError]:

@@ -50,6 +50,8 @@ class DataConfig:
     corpus: Text = MIXTURE
     mixture: tuple[MixedCorpus, ...] | None = None  # several corpora in place of one
     mixture_changes: tuple[MixtureChange, ...] | None = None  # changes of the weights, in order
+    # Weights in place of those of the mixture, for islands by their names; other islands keep those
+    mixture_by_island: dict[Text, dict[str, NonNegative]] | None = None
     validation: tuple[NamedCorpus, ...] | None = None  # sets to validate on, besides held-out data
     source: Annotated[str, schema.OneOf(SOURCES)] = "text"  # format of the corpus
     # A glob for the files of the folder. None: every text file that is not hidden.

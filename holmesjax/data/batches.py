@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holmesjax.data import text
-from holmesjax.data.mixing import Schedule, WeightsFrom
+from holmesjax.data.mixing import ItemTurn, Schedule, WeightsFrom
 from holmesjax.data.patience import patiently
 from holmesjax.data.permutation import permute, round_keys
 from holmesjax.data.sources import (
@@ -63,6 +63,7 @@ class Batches:
     global_batch: int  # B
     length: int  # L
     num_validation: int  # batches of each validation set
+    most_validated: int | None = None  # sequences of each set; None: all of these batches
 
     def __post_init__(self) -> None:
         data, num_validation = self.data, self.num_validation
@@ -90,7 +91,10 @@ class Batches:
         hint: str = "",
     ) -> None:
         """Raises DataError if there are not enough sequences for so many batches."""
-        if len(sequences) < (needed := num_batches * self.global_batch):
+        needed = num_batches * self.global_batch
+        if self.most_validated is not None:
+            needed = min(needed, self.most_validated)
+        if len(sequences) < needed:
             needs = need(num_batches, self.global_batch, self.length, f"{needed:,} sequences")
             found = f"{len(sequences):,} sequences"
             raise too_small(of, needs, found=found, where=where, hint=hint)
@@ -100,6 +104,17 @@ class Batches:
         return (
             self if global_batch == self.global_batch else replace(self, global_batch=global_batch)
         )
+
+    @property
+    def is_by_island(self) -> bool:
+        """Whether islands mix their sources by weights of their own."""
+        return isinstance(self.data.train, Mixed) and bool(self.data.train.by_island)
+
+    def of_island(self, number: int, names: Sequence[str]) -> "Batches":
+        """Returns the batches of an island with a mixture of its own; `Mixed.of_island`."""
+        assert isinstance(self.data.train, Mixed), "a check of the settings sees to it"
+        own = self.data.train.of_island(number, names)
+        return replace(self, data=replace(self.data, train=own))
 
     def train(self, first_sequence: int, row_N: np.ndarray | None = None) -> Rows | ArrayRows:
         """Returns the rows of the step that begins after `first_sequence` sequences.
@@ -131,8 +146,9 @@ class Batches:
         part_B, order_B = source.schedule.picks(first_sequence + row_B)
         for number, (name, part) in enumerate(source.parts.items()):
             stream = OF_NAME * (1 + zlib.crc32(name.encode()))
-            is_own_B = part_B == number
-            order_B[is_own_B] = self._in_epochs(order_B[is_own_B], len(part), stream)
+            is_own_B, turn = part_B == number, source.turns.get(name, ItemTurn())
+            place_I = order_B[is_own_B] * turn.readers + turn.number
+            order_B[is_own_B] = self._in_epochs(place_I, len(part), stream)
         parts = list(source.parts.values())
         pairs = zip(part_B.tolist(), order_B.tolist(), strict=True)
         return [(parts[part], index) for part, index in pairs]
@@ -156,9 +172,17 @@ class Batches:
         """
         number, index = divmod(index, self.num_validation)
         source = list(self.data.validation_sets().values())[number]
-        sequence_B = index * self.global_batch + np.arange(self.global_batch)
-        order_B = permute(sequence_B, len(source), round_keys(0))
-        return self._rows([(source, item) for item in order_B.tolist()], row_N)
+        first = index * self.global_batch
+        sequence_B = first + np.arange(self.global_batch)
+        most = self.most_validated or first + self.global_batch
+        is_real_B = sequence_B < most
+        order_B = permute(np.minimum(sequence_B, most - 1), len(source), round_keys(0))
+        rows = self._rows([(source, item) for item in order_B.tolist()], row_N)
+        if is_real_B.all():
+            return rows
+        is_real_N = is_real_B if row_N is None else is_real_B[row_N]
+        num_targets = sum(source.num_targets(item) for item in order_B[is_real_B].tolist())
+        return _filled(rows, is_real_N, num_targets)
 
     def _rows(
         self, picked: Sequence[tuple[Sequences, int]], row_N: np.ndarray | None
@@ -201,7 +225,21 @@ class Batches:
         """SHA-256 of each split and of the order in which windows are read."""
         is_mixed = isinstance(self.data.train, Mixed)
         mixed = {"order of a mixture": mixture_digest()} if is_mixed else {}
+        if self.is_by_island:
+            mixed["order of islands"] = islands_digest()
         return {**self.data.digests, "order": order_digest(), **mixed}
+
+
+def _filled(rows: Rows | ArrayRows, is_real_N: np.ndarray, num_targets: int) -> Rows | ArrayRows:
+    """Rows of which some only fill a batch: no target of theirs counts."""
+    name = "target_BL"
+    if isinstance(rows, ArrayRows):
+        target_NL = np.where(is_real_N[:, None], rows.arrays[name], -1)
+        return ArrayRows({**rows.arrays, name: target_NL}, num_targets)
+    target_NL = model_inputs(rows, (name,))[name]
+    return rows._replace(
+        target_NL=np.where(is_real_N[:, None], target_NL, -1), num_targets=num_targets
+    )
 
 
 def order_digest() -> str:
@@ -212,11 +250,24 @@ def order_digest() -> str:
 
 def mixture_digest() -> str:
     """Returns the SHA-256 of batches of a small mixture; it changes if the order does."""
-    windows = text.Windows(text.windows_of(np.arange(1000), 3), np.arange(0))
-    other = text.Windows(text.windows_of(np.arange(1000, 1100), 3), np.arange(0))
+    return _order_digest(_small_mixture(), _small_mixture().parts["a"])
+
+
+def islands_digest() -> str:
+    """Returns the SHA-256 of batches of an island; it changes if what an island takes does."""
+    mixed = _small_mixture().of_island(1, ("one", "other", "third"))
+    return _order_digest(mixed, mixed.parts["a"])
+
+
+def _small_mixture() -> Mixed:
+    parts: dict[str, Sequences] = {
+        name: text.Windows(text.windows_of(token_T, 3), np.arange(0))
+        for name, token_T in (("a", np.arange(1000)), ("b", np.arange(1000, 1100)))
+    }
     phases = [WeightsFrom(0, {"a": 0.75, "b": 0.25}), WeightsFrom(400, {"a": 0.5, "b": 0.5})]
-    parts: dict[str, Sequences] = {"a": windows, "b": other}
-    return _order_digest(Mixed(parts=parts, schedule=Schedule(list(parts), phases)), windows)
+    of_other = Schedule(list(parts), [WeightsFrom(0, {"a": 0.25, "b": 0.75})])
+    schedule = Schedule(list(parts), phases)
+    return Mixed(parts=parts, schedule=schedule, by_island={"other": of_other})
 
 
 def _order_digest(train: Sequences | Mixed, validation: Sequences) -> str:

@@ -32,12 +32,14 @@ from holmesjax.data import (
     text_documents,
     token_files,
     tokenizer_files,
+    tokenizer_marks,
     tokenizer_paths,
 )
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, Message, Tools, Variables
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
-from holmesjax.data.file_kinds import JSON
+from holmesjax.data.corpus_progress import LongWork
+from holmesjax.data.file_kinds import JSON, LINES
 from holmesjax.data.packing import DocumentRange, PackedRows, Spans
 from holmesjax.data.sources import Splits
 from holmesjax.data.tokenizer_files import FileTokenizer
@@ -46,6 +48,12 @@ from holmesjax.errors import DataError
 WHERE = "data.corpus"
 VERSION = 4  # raised when the same dialogue gives other tokens
 VARIABLES = "chat_template_kwargs"  # the field of a line with variables for the template
+READ = ("messages", "tools", "functions", VARIABLES)  # the fields of a line
+# Fields beside the messages that other trainers make a part of the text, and what to do with them.
+IN_TEXT = {
+    **dict.fromkeys(("system", "system_prompt"), "write it as a first message of the role system"),
+    "documents": "write what they say into a message",
+}
 DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "dropped": "<i8"}
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
 
@@ -97,6 +105,8 @@ def read(config: DataConfig, length: int) -> Splits:
         its_files = tokenizer_paths.find(config.tokenizer)
         about += [its_files.identity, chat_template.sources(its_files)]
         about += [config.chat_template_kwargs]
+        # Marks of a class that only a config.json names, which is no part of an identity.
+        about += filter(None, [tokenizer_marks.class_of_model(its_files)])
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     root = object_stores.path_of(config.corpus)
     beside = None if object_stores.is_remote(root) else root if root.is_dir() else root.parent
@@ -119,6 +129,7 @@ def read(config: DataConfig, length: int) -> Splits:
         digests[name] = _digest(own)
         splits[name] = packing.packed(Spans([own]), length, digests[name], beside)
     dropped = int(found["dropped"][0])
+    not_read = "; ".join(filter(None, [corpus.left_out.words, _unread(corpus.files)]))
     left_out = f", {dropped:,} dialogues longer than {length:,} tokens left out" if dropped else ""
     return Splits(
         train=splits["train"],
@@ -126,7 +137,7 @@ def read(config: DataConfig, length: int) -> Splits:
         place=f"{object_stores.whole(object_stores.path_of(config.corpus))}{left_out}",
         digests=digests,
         files=dict(sorted(files.items())),
-        left_out=corpus.left_out.words,
+        left_out=corpus_files.with_remarks(not_read, corpus_files.doubtful([*files])),
     )
 
 
@@ -159,14 +170,29 @@ def _files(config: DataConfig) -> CorpusFiles:
     return CorpusFiles(files=files, left_out=other)
 
 
+def _unread(files: Sequence[CorpusFile]) -> str:
+    """The fields of dialogues that are not read, by the first line of each file, in words."""
+    names: dict[str, None] = {}
+    for file in files:
+        if file.kind.content != LINES:  # it would be read whole for this
+            continue
+        _, first = next(text_documents.objects(file.path, file.kind), ("", None))
+        own = first if isinstance(first, dict) else {}
+        pair = () if own.get("messages") is not None else ("prompt", "answer")
+        names |= dict.fromkeys(key for key in own if key not in (*READ, *pair))
+    return f"fields of dialogues: {', '.join(names)}" if names else ""
+
+
 def _write(config: DataConfig, files: Sequence[CorpusFile], length: int, folder: Path) -> None:
     """Writes the tokens of all dialogues."""
     encode = _encoder(config)
     end = [] if config.tokenizer == BYTES else [1]  # whose last token has no target
     place, dropped, starts = 0, 0, list[int]()
+    work = LongWork("making tokens of dialogues, once")
     with (folder / "tokens").open("wb") as tokens, (folder / "trained").open("wb") as marks:
         for where, dialogue in chain.from_iterable(map(_dialogues, files)):
             token_T, trained_T = encode(dialogue, where)
+            work.add(1)
             if len(token_T) - len(end) > length:
                 dropped += 1
                 continue
@@ -217,6 +243,14 @@ def _dialogue(found: Any, where: str) -> Dialogue:
         roles = ", ".join(message["role"] for message in said)
         fix = "give it an answer of the role assistant, or leave it out"
         raise DataError(where, "has nothing that a model is to say", found=roles, fix=fix)
+    for key, fix in IN_TEXT.items():
+        if (value := found.get(key)) and value not in [message.get("content") for message in said]:
+            problem = f"has a field {key} beside its messages, which no template would see"
+            shown = json.dumps(value)[: text_documents.SHOWN]
+            raise DataError(where, problem, found=shown, fix=fix)
+    if (weight := found.get("weight")) not in (1, None):
+        problem, fix = "has a weight, and all dialogues count alike", "leave the dialogue out"
+        raise DataError(where, problem, found=json.dumps(weight), fix=fix)
     if found.get("functions"):  # a table has an empty column of them
         fix = 'write them as "tools": [{"type": "function", "function": {...}}]'
         raise DataError(where, "has functions of an older form", found="functions", fix=fix)
@@ -260,9 +294,10 @@ def _counted_otherwise(message: Message) -> str | None:
     """The field that asks for another loss than that of answers, as other trainers have it."""
     is_answer = message["role"] == "assistant"
     usual = {
-        **dict.fromkeys(("train", "training"), (is_answer, None)),
+        **dict.fromkeys(("train", "training", "trainable", "loss"), (is_answer, None)),
+        **dict.fromkeys(("mask", "masked"), (not is_answer, None)),
         **dict.fromkeys(("train_detail", "training_detail"), (None,)),
-        **({"weight": (1, None)} if is_answer else {}),
+        **(dict.fromkeys(("weight", "loss_weight", "loss_mask"), (1, None)) if is_answer else {}),
     }
     return next((key for key, values in usual.items() if message.get(key) not in values), None)
 
@@ -278,6 +313,7 @@ def _encoder(config: DataConfig) -> Encode:
             shown, fix = json.dumps(config.chat_template_kwargs), "leave it out"
             raise DataError("data.chat_template_kwargs", problem, found=shown, fix=fix)
         return _plain_encoder(tokenizer)
+    template.refuse_unread(config.chat_template_kwargs or {}, "data.chat_template_kwargs")
 
     def encode_dialogue(dialogue: Dialogue, where: str) -> tuple[list[int], list[bool]]:
         for place, words in dialogue.texts():
@@ -285,6 +321,10 @@ def _encoder(config: DataConfig) -> Encode:
                 problem = f"holds a special token in {place}"
                 fix = "leave it out: it would end a turn"
                 raise DataError(where, problem, found=said, fix=fix)
+        if dialogue.tools and not template.reads("tools", dialogue.tools):
+            problem = "has tools, and the chat template does not show them"
+            fix = "leave them out, or use a tokenizer whose template does"
+            raise DataError(where, problem, found=f"{len(dialogue.tools)} tools", fix=fix)
         try:
             whole, answers = template.answers(*dialogue)
         except DataError as error:

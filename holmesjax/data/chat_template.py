@@ -3,13 +3,18 @@
 It is a file `chat_template.jinja`, or stands in `tokenizer_config.json`. It comes with a tokenizer
 and may come from anybody: it runs in the sandbox of jinja2, and not for ever. It sees the variables
 that `transformers` gives it: a token that a tokenizer does not have is undefined.
+
+A template may ask for the date, by `strftime_now`. Tokens that are trained on must be the same on
+each day and host. So the clock is not asked for them: the variable `strftime_now` has the date.
 """
 
 import datetime
 import functools
 import json
+import math
 import re
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +31,21 @@ from holmesjax.data import tokenizer_marks, tokenizer_paths
 from holmesjax.data.tokenizer_paths import CONFIG, TEMPLATE, TEMPLATES, TokenizerFiles
 from holmesjax.errors import DataError
 
-LONGEST_S = 5.0
+LONGEST_S = 5.0  # of a processor: a host may stand still, or have others to serve
+STARVED_S = 600.0  # in which a thread has had no more of a processor
+LOOK_S = 0.05  # between two looks at that
 Message = Mapping[str, Any]  # "role" and "content"
 Tools = Sequence[Mapping[str, Any]] | None  # that a model may call; None: none are named
 Variables = Mapping[str, Any]  # that a template sees, by name
 NO_VARIABLES: Variables = types.MappingProxyType({})
 WHERE = "--chat"
 DEFAULT, FOR_TOOLS = "default", "tool_use"  # of several templates
+CLOCK = "strftime_now"  # a function for templates; as a variable, the date that it gives
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"  # no characters of any text, by Unicode's own rule
 ANSWER = "Yes"  # whose end is looked for
+WORD = re.compile(r"\w+")
+USUAL = {"messages", "tools", "documents", "add_generation_prompt"}  # what all templates get
 
 
 class _Generation(Extension):
@@ -133,11 +143,17 @@ class ChatTemplate:
         the prompt of an answer to the end of its turn, but for a newline there: then a dialogue
         must begin as a shorter one does.
 
-        Raises DataError for a template that fails.
+        Raises DataError for a template that fails, or asks for a date that no variable has.
         """
+        own = {CLOCK: self._refuse_clock, **self.variables, **own}
         if GENERATION.search(self._source(tools)):
             marked = lambda: self._render(messages, tools, own, is_marked=True)
-            return _without_marks(self._in_time(marked))
+            whole, found = _without_marks(self._in_time(marked))
+            if whole != self.render(messages, tools, own):  # a filter has seen the marks
+                problem = "has blocks `generation` in a text that it changes or measures afterwards"
+                fix = "change what is said inside of the blocks"
+                raise DataError(self.where, problem, found=repr(whole[:80]), fix=fix)
+            return whole, found
         render = functools.partial(self.render, tools=tools, own=own)
         whole = render(messages)
         found = []
@@ -153,6 +169,22 @@ class ChatTemplate:
                 raise DataError(self.where, problem, found=found_turn, fix=fix)
             found.append((len(prompt), max(len(prompt), len(turn.rstrip()))))
         return whole, found
+
+    def reads(self, name: str, tools: Tools = None) -> bool:
+        """Tells whether a variable may change the text."""
+        return name in WORD.findall(self._source(tools))
+
+    def refuse_unread(self, names: Iterable[str], where: str) -> None:
+        """Raises DataError for a variable that no template reads, such as a misspelt one."""
+        sources = [x for x in (self.source, self.for_tools) if x is not None]
+        words = {word for source in sources for word in WORD.findall(source)}
+        if unread := sorted({*names} - words):
+            known = {name for source in sources for name in variables_of(source)}
+            others = known - USUAL - {*self.variables}
+            own = sorted(name for name in others if not name.endswith("_token"))
+            problem, fix = "names a variable that the chat template does not read", "leave it out"
+            fix += f", or write one that it reads: {', '.join(own)}" if own else ""
+            raise DataError(where, problem, found=", ".join(unread), fix=fix)
 
     def end_of_turn(self, marks: Iterable[str]) -> str | None:
         """The one of some marks that comes behind an answer; None if none does."""
@@ -188,6 +220,8 @@ class ChatTemplate:
             _with_thoughts({k: x for k, x in turn.items() if x is not None}) for turn in messages
         ]
         values = {**usual, **self.variables, "messages": said, **own}
+        if CLOCK in values:
+            values[CLOCK] = self._clock(values[CLOCK])
         return _compiled(self._source(tools), is_marked).render(values)
 
     def _in_time(self, render: Callable[[], str]) -> str:
@@ -204,11 +238,42 @@ class ChatTemplate:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(LONGEST_S)
+        end_s = time.monotonic() + STARVED_S
+        while thread.is_alive() and _cpu_s(thread) < LONGEST_S and time.monotonic() < end_s:
+            thread.join(LOOK_S)
         if found:
             return found[0]
+        if errors and isinstance(errors[0], DataError):
+            raise errors[0]
         reason = errors[0] if errors else f"no end after {LONGEST_S:g} s"
         fix = f"leave {WHERE} out, or correct the template"
         raise DataError(self.where, "the chat template fails", found=reason, fix=fix)
+
+    def _clock(self, date: Any) -> Callable[[str], str]:
+        """The function `strftime_now` that gives a date, such as 2026-11-28."""
+        if callable(date):
+            clock: Callable[[str], str] = date
+            return clock
+        try:
+            return datetime.datetime.fromisoformat(date).strftime
+        except (TypeError, ValueError):
+            problem, fix = f"has a variable {CLOCK} that is no date", f"write {_example()}"
+            raise DataError(self.where, problem, found=repr(date), fix=fix) from None
+
+    def _refuse_clock(self, form: str) -> str:
+        problem = "has a chat template that asks for the date, and tokens may not change with it"
+        fix = f"set data.chat_template_kwargs={_example()}; where the run has begun before, set "
+        fix += "the day on which it began, and add --allow data.chat_template_kwargs"
+        raise DataError(self.where, problem, found=f"{CLOCK}({form!r})", fix=fix)
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    """The seconds of a processor that a thread has had; infinite where the system does not say."""
+    try:
+        path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        return int(path.read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):  # it has ended meanwhile, or this is no Linux
+        return math.inf
 
 
 def sources(files: TokenizerFiles) -> dict[str, str]:
@@ -249,7 +314,7 @@ def _environment(is_marked: bool) -> ImmutableSandboxedEnvironment:
         extensions=[_MarkedGeneration if is_marked else _Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False, **how})
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _refuse, CLOCK: _now}
     return environment
 
 
@@ -309,3 +374,7 @@ def _refuse(message: str) -> None:
 
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
+
+
+def _example() -> str:
+    return json.dumps({CLOCK: datetime.date.today().isoformat()})

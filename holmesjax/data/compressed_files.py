@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from holmesjax.data import object_stores, optional_packages
 from holmesjax.data.documents import damaged, no_text
+from holmesjax.errors import DataError
 
 CHUNK = 2**20  # bytes of a packed file that are read at once
 WINDOW = 2**31  # bytes that a frame of zstd may need in memory, the most there is
@@ -52,6 +53,19 @@ def packing_of(head: bytes) -> str | None:
     if head.startswith(b"BZh") and head[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"):
         return "bzip2"
     return next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
+
+
+def is_surely_gzip(head: bytes) -> bool:
+    """Tells whether bytes with the mark of gzip, which are two, unpack as far as 1,024 go.
+
+    >>> import gzip
+    >>> is_surely_gzip(gzip.compress(b"text")), is_surely_gzip(bytes.fromhex("1f8b08000102"))
+    (True, False)
+    """
+    try:
+        return bool(zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head[:1024]))
+    except zlib.error:
+        return False
 
 
 def promised(name: str) -> str | None:
@@ -115,13 +129,14 @@ def _decompressed(file: BinaryIO, packing: str, where: str) -> Iterator[bytes]:
         num_bytes += len(data)
         return data
 
-    def wrong(what: object) -> Exception:
+    def wrong(what: object) -> DataError:
         return damaged(where, f"{packing} file", f"{what}, before byte {num_bytes:,}")
 
     data = read()
     if not data:
         raise wrong("it is empty")
     while data:
+        begin = data
         stream = make()
         while not stream.eof:
             if not data and not (data := read()):
@@ -129,11 +144,32 @@ def _decompressed(file: BinaryIO, packing: str, where: str) -> Iterator[bytes]:
             try:
                 yield stream.decompress(data)
             except errors as error:
+                if packing == "zstd":
+                    raise _no_zstd(wrong(error), _dictionary(begin)) from None
                 raise wrong(error) from None
             data = stream.unused_data
         data = data or read()
         while packing in PADDED and data and not data.strip(b"\0"):
             data = read()
+
+
+def _no_zstd(error: DataError, number: int) -> DataError:
+    """The refusal of a frame that may need a dictionary, of which it need not have the number."""
+    fix = "unpack it with its dictionary, or pack it without one (zstd without -D)"
+    if not number:
+        return DataError(**{**error.parts(), "fix": f"copy it again; if zstd -D packed it, {fix}"})
+    problem = "is packed with a dictionary, which is another file"
+    return DataError(error.where, problem, found=f"the dictionary of number {number}", fix=fix)
+
+
+def _dictionary(frame: bytes) -> int:
+    """The number of the dictionary that a frame of zstd names; 0: it names none."""
+    import zstandard
+
+    try:
+        return int(zstandard.get_frame_parameters(frame).dict_id)
+    except zstandard.ZstdError:
+        return 0
 
 
 def _decoded(file: BinaryIO, encoding: str, where: str) -> Iterator[bytes]:

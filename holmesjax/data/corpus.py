@@ -44,7 +44,7 @@ class Corpus:
     digests: dict[
         str, str
     ]  # "train", "validation" -> SHA-256 of what `sha256sum` says of its files
-    left_out: str = ""  # what is not read, in words; empty: all is
+    left_out: str = ""  # what is not read, or read and unlike the rest, in words; empty: nothing
 
 
 def standard_library() -> list[CorpusFile]:
@@ -191,6 +191,8 @@ def read(config: DataConfig) -> Corpus:
         lists[split].update(os.fsencode(f"{found[name]}  {name}\n"))
     if not found:
         raise corpus_files.nothing(config, _root(config), left_out)
+    is_own = config.corpus != PYTHON_STDLIB
+    found_names = corpus_files.remarks([*found]) if is_own else ""
     python = f" of Python {platform.python_version()}" if config.corpus == PYTHON_STDLIB else ""
     train, validation = (np.frombuffer(b"".join(texts), np.uint8) for texts in parts.values())
     return Corpus(
@@ -199,5 +201,5 @@ def read(config: DataConfig) -> Corpus:
         source=f"{_root(config).absolute()}{python}",
         files=found,
         digests={split: list_.hexdigest() for split, list_ in lists.items()},
-        left_out=left_out.words,
+        left_out=corpus_files.with_remarks(left_out.words, found_names),
     )

@@ -5,6 +5,7 @@ own before that of a link. What is not read is counted by its kind, so that a ru
 """
 
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,15 +14,30 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
 
+from holmesjax import hub_names
 from holmesjax.config import PYTHON_STDLIB, DataConfig
-from holmesjax.data import file_kinds, object_stores
-from holmesjax.data.file_kinds import ABOUT_TABLES, EMPTY, FileKind
+from holmesjax.data import compressed_files, file_kinds, object_stores
+from holmesjax.data.file_kinds import ABOUT_TABLES, EMPTY, TEXT, FileKind
 from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 
 HIDDEN, TWICE = "hidden file or folder", "another name of what is read"
 Identity = tuple[int, int]  # of a file or a folder, whatever its names
+ABOUT_ROWS = "about the rows beside it"
+NAMES_ABOUT = ("readme", "license", "licence", "notice")  # of such texts, whatever their ending
+# JSON about rows, of `datasets`, and what its `map` and `filter` have kept of the rows beside it.
+DATASET_INFO = "dataset_info.json"
+DATASET_ABOUT = (DATASET_INFO, "dataset_infos.json", "dataset_dict.json")
+CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
+CACHED = "rows that datasets has made of those beside it"
+UNFINISHED, OF_HADOOP = "unfinished output of Hadoop", "_temporary"  # of it or Spark
+COPIED = re.compile(r" \(\d+\)|\.(\d+|bak|old|orig)$|~$")  # of browsers, wget and editors
+HALF = (".part", ".partial", ".filepart", ".crdownload", ".download", ".incomplete")
+DIGITS = re.compile(r"\d+")
+TRAINING = re.compile(r"(?<![a-z])train(?![a-z])")
+OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])")
 NAMED = 3  # names of a kind in a message
+UNLIKE = 6  # names of files that are unlike most
 
 
 class CorpusFile(NamedTuple):
@@ -66,9 +82,91 @@ class CorpusFiles:
 
     @property
     def words(self) -> str:
-        """The number of files of each kind: "2 JSON lines, 1 text"."""
+        """The number of files of each kind: "2 JSON lines, 1 text", and which are unlike most."""
         kinds = Counter(file.kind.words for file in self.files)
-        return ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
+        return "; ".join(filter(None, [counts, remarks([file.name for file in self.files])]))
+
+
+def remarks(names: Sequence[str]) -> str:
+    """The names of files that are read, and perhaps should not be, in words; empty: none."""
+    return "; ".join(filter(None, [unlike_most(names), doubtful(names)]))
+
+
+def doubtful(names: Sequence[str]) -> str:
+    """The same of files that all have documents."""
+    found = (of_one_name(names), of_other_splits(names), half_downloads(names))
+    return "; ".join(filter(None, found))
+
+
+def with_remarks(left_out: str, found: str) -> str:
+    """Words on what is left out, with remarks on what is read; empty: there are neither."""
+    return "; ".join(filter(None, [left_out or (found and "nothing"), found]))
+
+
+def of_one_name(names: Sequence[str]) -> str:
+    """The files that differ in their endings or the mark of a copy alone, in words.
+
+    >>> of_one_name(["a.jsonl", "a.jsonl.zst", "b.jsonl", "b (1).jsonl", "part.1", "part.2"])
+    'of one name, perhaps of one content: a.jsonl, a.jsonl.zst, b (1).jsonl, b.jsonl'
+    """
+    by_stem: dict[str, list[str]] = {}
+    there = {*names}
+    for name in names:
+        copied = COPIED.sub("", name)
+        stem = PurePosixPath(compressed_files.without_endings(copied if copied in there else name))
+        is_row = stem.suffix in file_kinds.PROMISES
+        by_stem.setdefault(str(stem.with_suffix("") if is_row else stem), []).append(name)
+    shown = _shown([name for alike in by_stem.values() if len(alike) > 1 for name in sorted(alike)])
+    return f"of one name, perhaps of one content: {shown}" if shown else ""
+
+
+def half_downloads(names: Iterable[str]) -> str:
+    """The files that by their names are not whole yet, in words."""
+    shown = _shown([name for name in names if name.lower().endswith(HALF)])
+    return f"half downloads, by their names: {shown}" if shown else ""
+
+
+def of_other_splits(names: Iterable[str]) -> str:
+    """The files that beside others for training are for tests, by their names, in words.
+
+    >>> of_other_splits(["train-0000.jsonl", "train-0001.jsonl", "test-0000.jsonl", "b.jsonl"])
+    'read beside files for training: test-0000.jsonl'
+    """
+    by_form = {name: DIGITS.sub("0", name.lower()).replace("training", "train") for name in names}
+    forms = {form for form in by_form.values() if TRAINING.search(form)}
+    in_training = {name: OTHER_SPLIT.sub("train", form) for name, form in by_form.items()}
+    shown = _shown([n for n, form in in_training.items() if form in forms and form != by_form[n]])
+    return f"read beside files for training: {shown}" if shown else ""
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f", and {len(names) - UNLIKE:,} more" if len(names) > UNLIKE else ""
+    return ", ".join(names[:UNLIKE]) + more
+
+
+def unlike_most(names: Iterable[str]) -> str:
+    """The files that have another ending than most, in words; empty: none is that of most.
+
+    Such a file is often no document, as one that a program left, and nothing but its name says so.
+
+    >>> unlike_most(["a.txt", "b.txt", "README.md"])
+    'most names end in .txt; also read: README.md'
+    >>> unlike_most(["part.0001", "part.0002"])
+    ''
+    """
+    by_ending: dict[str, list[str]] = {}
+    for name in names:
+        ending = PurePosixPath(compressed_files.without_endings(name)).suffix
+        by_ending.setdefault(ending, []).append(name)
+    if len(by_ending) < 2:
+        return ""
+    *rare, most = sorted(by_ending.items(), key=lambda row: (len(row[1]), row[0]))
+    others = [name for _, alike in rare for name in sorted(alike)]
+    if len(others) >= len(most[1]):
+        return ""
+    ending = f"end in {most[0]}" if most[0] else "have no ending"
+    return f"most names {ending}; also read: {_shown(others)}"
 
 
 def named_files(config: DataConfig) -> CorpusFiles:
@@ -88,6 +186,8 @@ def named_files(config: DataConfig) -> CorpusFiles:
         files = [CorpusFile(root.name, root, kind)]
     else:
         files = sorted(files_in(root, config, left_out))
+        if any(file.kind.content != TEXT for file in files):
+            files = _documents(files, left_out, is_picked=config.pattern is not None)
     if not any(file.path.stat().st_size for file in files):
         for file in files:
             left_out.add(EMPTY, file.name)
@@ -95,8 +195,27 @@ def named_files(config: DataConfig) -> CorpusFiles:
     return CorpusFiles(files=files, left_out=left_out)
 
 
+def _documents(
+    files: Iterable[CorpusFile], left_out: LeftOut, *, is_picked: bool
+) -> list[CorpusFile]:
+    """The files with documents; those whose names say that they are about them are counted."""
+    found = []
+    for file in files:
+        name, is_text = file.path.name, file.kind.content == TEXT
+        stem = name.lower().partition(".")[0]
+        is_about = stem in NAMES_ABOUT if is_text else name in DATASET_ABOUT
+        if is_about and not is_picked:
+            left_out.add(ABOUT_ROWS, file.name)
+        elif CACHE.fullmatch(name) and file.path.with_name(DATASET_INFO).is_file():
+            left_out.add(CACHED, file.name)
+        else:
+            found.append(file)
+    return found
+
+
 def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[CorpusFile]:
     """The files of a folder that are read, in any order; the others are counted."""
+    _refuse_cache_of_hub(root, config)
     paths = list(paths_in(root, config, left_out))
     is_remote = object_stores.is_remote(config.corpus)
     kinds: Iterable[FileKind] = (
@@ -110,6 +229,16 @@ def files_in(root: Path, config: DataConfig, left_out: LeftOut) -> Iterator[Corp
             left_out.add(kind.words, name)
         else:
             raise not_read(path, kind)
+
+
+def _refuse_cache_of_hub(root: Path, config: DataConfig) -> None:
+    """Raises DataError for a folder that has every version of its files, and some twice."""
+    if config.pattern is not None or object_stores.is_remote(config.corpus):
+        return
+    if (snapshot := hub_names.snapshot_of(root)) is not None:
+        problem = f"{root} is a folder of the Hub's cache, with versions of the same files"
+        fix, found = f"name one of them: {snapshot}", "blobs, refs, snapshots"
+        raise DataError("data.corpus", problem, found=found, fix=fix)
 
 
 def is_file(config: DataConfig, root: Path) -> bool:
@@ -212,6 +341,8 @@ def _objects(base: Path, root: Path, hides: bool, left_out: LeftOut) -> Iterator
         name = path.relative_to(root)
         if hides and any(part.startswith(".") for part in name.parts):
             left_out.add(HIDDEN, name.as_posix())
+        elif hides and OF_HADOOP in name.parts:
+            left_out.add(UNFINISHED, name.as_posix())
         else:
             yield path
 
@@ -274,6 +405,8 @@ def _below(
                     continue
                 if hides and entry.name.startswith("."):
                     left_out.add(HIDDEN, name)
+                elif hides and entry.name == OF_HADOOP:
+                    left_out.add(UNFINISHED, name)
                 elif entry.is_symlink():
                     links.append(path)
                 elif entry.is_dir():

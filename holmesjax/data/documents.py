@@ -52,3 +52,14 @@ def null_among(where: str, column: str, place: int) -> DataError:
     """The refusal of a list of tokens that has a null."""
     problem, fix = f"has a null among the tokens of `{column}`", "write the document again"
     return DataError(where, problem, found=f"null at place {place:,}", fix=fix)
+
+
+# Fields beside tokens that say which of them count, and their value where one does not.
+MASKS = {"attention_mask": 0, "loss_mask": 0, "labels": -100}
+
+
+def masked_beside(where: str, name: str, place: int) -> DataError:
+    """The refusal of tokens that a field beside them leaves out: here all would count."""
+    problem = f"has tokens that its `{name}` leaves out, and all would train"
+    fix = "leave out the tokens of padding; write dialogues for data.source=chat"
+    return DataError(where, problem, found=f"{MASKS[name]} at place {place:,}", fix=fix)

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holmesjax.data import compressed_files
+from holmesjax.data import compressed_files, object_stores
 from holmesjax.data.compressed_files import Packing
 from holmesjax.data.documents import damaged
 from holmesjax.errors import DataError
@@ -26,7 +26,7 @@ JSON = (LINES, ARRAY, OVER_LINES)
 CSV, TSV = "CSV table", "TSV table"  # whose first row has the names of columns
 PARQUET, ARROW, ARRAY_RECORD = "parquet file", "Arrow file", "array_record file"
 READ = (TEXT, *JSON, CSV, TSV, PARQUET, ARROW, ARRAY_RECORD)
-BINARY = "binary file"
+BINARY, UTF_16 = "binary file", "UTF-16 without a mark"
 EMPTY = "empty file"  # without an ending, such as the `_SUCCESS` of Spark: no document
 TABLES_ABOUT = ("_metadata", "_common_metadata")  # parquet files about the others of a folder
 ABOUT_TABLES = "metadata of parquet files"
@@ -42,17 +42,25 @@ MAGIC = {
     b"Rar!\x1a\x07": "rar archive",
     b"\x04\x22\x4d\x18": "lz4 file",
     b"\xff\x06\0\0sNaPpY": "snappy file",
-    b"\x1f\x9d": "compress file",
+    b"\x1f\x9d\x90": "compress file",  # with codes of 16 bits, as `compress` writes them
     b"%PDF-": "PDF file",
     b"\x89HDF\r\n": "HDF5 file",
     b"SQLite format 3\0": "SQLite file",
     b"\x93NUMPY": "NumPy file",
     b"Obj\x01": "Avro file",
+    b"GGUF": "GGUF file",
+    b"LITPKDS": "packed file of LitGPT",
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "PyTorch file",  # of old; a new one is a zip
     **dict.fromkeys((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a"), "picture"),
 }
+SHORT = tuple(mark for mark in MAGIC if len(mark) < 4)
 WARC = re.compile(rb"WARC/\d\.\d\r?\n")
+SAFETENSORS = re.compile(rb".{4}\0{4}\{\s*\"", re.DOTALL)  # the length of a header in JSON, and it
+# Lists and arrays, by the protocols of Python 3 and the older ones.
+PICKLE = re.compile(rb"\x80(?:[\4\5]\x95.{4}\0{4}|[\2\3](?:[\]}]q\0|cnumpy))", re.DOTALL)
 POINTED = re.compile(rb"version https://git-lfs\.github\.com/spec/.*\noid sha256:", re.DOTALL)
 POINTER_BYTES = 1024  # at most, by the specification of Git LFS
+CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # in no text
 STREAM = re.compile(rb"\xff{4}.{3}\0.\0\0\0", re.DOTALL)  # of Arrow: a mark and two lengths
 TAR_AT, TAR = 257, b"ustar"
 PROMISES = {
@@ -135,6 +143,40 @@ def kind_of(path: Path) -> FileKind:
     return FileKind(content, packing)
 
 
+def other_than_numbers(path: Path) -> str | None:
+    """The kind of a file that is no array of numbers, whatever its name says; None: it may be one.
+
+    Numbers may begin with any bytes, so marks of two or three are not enough: gzip must unpack, and
+    text must be text to the end of what is read.
+    """
+    with object_stores.open_file(path) as file:
+        head = _head(file)
+    packing = compressed_files.packing_of(head)
+    if packing == "gzip" and compressed_files.is_surely_gzip(head):
+        return "gzip file"
+    if packing in compressed_files.ENCODINGS and is_surely_text(head, packing):
+        return f"text in {packing}"
+    if packing not in (None, "gzip", *compressed_files.ENCODINGS):
+        return f"{packing} file"
+    if head.startswith(SHORT):
+        return None
+    content = _content(head, is_whole=len(head) < HEAD_BYTES)
+    is_other = is_surely_text(head) if content == TEXT else content not in (BINARY, EMPTY, UTF_16)
+    return content if is_other else None
+
+
+def is_surely_text(content: bytes, encoding: str = "utf-8") -> bool:
+    """Tells whether bytes are text without control characters; the last character may be cut.
+
+    Tokens of a type of two bytes or more are that by chance in none of the files of some hundred.
+    """
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(content)
+    except UnicodeError:
+        return False
+    return bool(text) and not CONTROL.search(text)
+
+
 def _head(file: Any) -> bytes:
     """The first bytes; a file may give fewer at a time."""
     head = b""
@@ -152,6 +194,10 @@ def _content(head: bytes, *, is_whole: bool) -> str:
             return name
     if WARC.match(head):
         return "WARC archive"
+    if SAFETENSORS.match(head):
+        return "safetensors file"
+    if PICKLE.match(head):
+        return "pickle of Python"
     if is_whole and len(head) <= POINTER_BYTES and POINTED.match(head):
         return POINTER
     if STREAM.match(head):
@@ -162,7 +208,7 @@ def _content(head: bytes, *, is_whole: bool) -> str:
         # Text of UTF-16 has a zero byte in every second place, as far as it is English.
         is_of_both = head[::2].count(0) and head[1::2].count(0)
         is_rare = 4 * head.count(0) < len(head) or len(head) < 4
-        return BINARY if is_of_both or is_rare else "UTF-16 without a mark"
+        return BINARY if is_of_both or is_rare else UTF_16
     if _is_lines(head, is_whole=is_whole):
         return LINES
     if _is_arrays(head):

@@ -17,6 +17,13 @@ TOTAL = 2**16  # of the whole weights of a mixture
 MOST = 2**46  # sequences of a run: products with TOTAL are int64
 
 
+class ItemTurn(NamedTuple):
+    """The items of a source that are an island's: every so many-th one of its order."""
+
+    number: int = 0  # of its first item
+    readers: int = 1  # islands that take items in turn
+
+
 class WeightsFrom(NamedTuple):
     """The weights from a sequence of the run on."""
 
@@ -92,6 +99,12 @@ class Schedule:
             self._taken.append(self.counts(phase.first) if number else np.zeros(len(order), int))
             self._orders.append(order)
             self._wholes.append(whole_weights(weights))
+
+    def reads(self, name: str) -> bool:
+        """Whether it takes anything from a source."""
+        number = self.names.index(name)
+        pairs = zip(self._orders, self._wholes, strict=True)
+        return any(whole[order.index(number)] for order, whole in pairs)
 
     def picks(self, k_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The number of each sequence's source, and its place among those of this source."""

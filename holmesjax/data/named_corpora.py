@@ -87,7 +87,12 @@ def _train(config: DataConfig, length: int, parts: dict[str, Sequences]) -> Sequ
         assert change.tokens is not None, "changes at steps are those of Config.data_by_tokens"
         # A sequence counts with the weights of its first token.
         later.append(WeightsFrom(-(-change.tokens // length), change.weights))
-    return Mixed(parts=parts, schedule=Schedule(list(parts), [first, *later]))
+    by_island = {
+        island: Schedule(list(parts), [WeightsFrom(0, weights)])
+        for island, weights in (config.mixture_by_island or {}).items()
+    }
+    schedule = Schedule(list(parts), [first, *later])
+    return Mixed(parts=parts, schedule=schedule, by_island=by_island)
 
 
 def look(config: Config) -> None:
@@ -166,7 +171,8 @@ def _alone(data: DataConfig, entry: NamedCorpus) -> DataConfig:
 
 def _of_one(data: DataConfig, *, source: str, **own: Any) -> DataConfig:
     """The settings of one corpus of several, with a dtype only where its source reads one."""
-    none: dict[str, Any] = {"mixture": None, "mixture_changes": None, "validation": None}
+    of_several = ("mixture", "mixture_changes", "mixture_by_island", "validation")
+    none: dict[str, Any] = dict.fromkeys(of_several)
     if not SOURCES[source].reads_dtype:
         none["dtype"] = None
     return dataclasses.replace(data, source=source, **own, **none)

@@ -6,6 +6,15 @@ from collections.abc import Iterator
 from holmesjax.errors import DataError
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra, as the pages have it.
+
+    >>> how_to_install("zstd")
+    "pip install -c constraints.txt -e '.[zstd]'"
+    """
+    return f"pip install -c constraints.txt -e '.[{extra}]'"
+
+
 @contextlib.contextmanager
 def package(name: str, *, extra: str, where: str) -> Iterator[None]:
     """Says how to install a package whose import inside fails.
@@ -18,6 +27,5 @@ def package(name: str, *, extra: str, where: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        fix = f"pip install 'holmesjax[{extra}]'"
-        found = "no such package"
+        fix, found = how_to_install(extra), "no such package"
         raise DataError(where, f"needs the package {name}", found=found, fix=fix) from None

@@ -13,26 +13,33 @@ Dims: L tokens of a row, R rows, P pieces, D documents.
 """
 
 import bisect
+import contextlib
 import hashlib
-import os
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from holmesjax.data.corpus_progress import LongWork
 from holmesjax.data.number_files import NumberFile
 from holmesjax.data.permutation import permute, round_keys
 from holmesjax.data.sources import Item
 from holmesjax.data.token_files import DocumentStarts
 from holmesjax.data.whole_digests import FOLDER
-from holmesjax.errors import DataError
+from holmesjax.errors import DataError, UnreadDataError
+from holmesjax.files.whole_files import TEMPORARY, sync_below, temporary_of
 
 WINDOW = 1024  # pieces that are packed together
 VERSION = 1  # raised when the same documents give other rows
+SIZES = "sizes"  # a file with the bytes of each other one
+LEFT_S = 86_400.0  # that a folder is not written to, after which nobody makes it any more
 DTYPES = {"first": "<i8", "place": "<i8", "length": "<i4", "targets": "<i4"}
 
 
@@ -117,6 +124,7 @@ class Spans:
     def _at(self, place: int) -> tuple[DocumentRange, int]:
         number = bisect.bisect_right(self._tokens, place) - 1
         own = self._ranges[number]
+        _refuse_cut(own.token_T, own.trained_T)
         return own, own.first + place - self._tokens[number]
 
 
@@ -146,6 +154,7 @@ class PackedRows:
         tokens, begins = np.zeros(length + 1, np.int32), np.zeros(length + 1, bool)
         targets = np.full(length, -1, np.int32)
         at = 0
+        _refuse_cut(self.table.first, self.table.place, self.table.length)
         for piece in range(*self.table.first[index : index + 2].tolist()):
             place, count = int(self.table.place[piece]), int(self.table.length[piece])
             own = self.spans.read(place, count + 1)
@@ -158,6 +167,7 @@ class PackedRows:
         return Item(tokens, begins, targets)
 
     def num_targets(self, index: int) -> int:
+        _refuse_cut(self.table.targets)
         return int(self.table.targets[index])
 
     @property
@@ -191,13 +201,14 @@ def best_fit_decreasing(length_P: Sequence[int], capacity: int) -> list[list[int
 
 def cut_documents(spans: Spans, length: int) -> Iterator[tuple[int, int]]:
     """The pieces of all documents in the order of packing: place and length of each."""
-    keys = round_keys(0)
+    keys, work = round_keys(0), LongWork(f"packing {len(spans):,} documents into rows", len(spans))
     for low in range(0, len(spans), WINDOW):
         number_D = np.arange(low, min(low + WINDOW, len(spans)))
         place_D, count_D = spans.spans(permute(number_D, len(spans), keys))
         for place, count in zip(place_D.tolist(), count_D.tolist(), strict=True):
             for cut in range(0, count, length):
                 yield place + cut, min(length, count - cut)
+        work.add(len(number_D))
 
 
 def pack(spans: Spans, length: int, folder: Path) -> None:
@@ -261,33 +272,57 @@ def kept_arrays(
       beside: the folder that may keep them. If it is None, or cannot be written, they are files
         without a name, which end with this process.
 
-    Raises DataError for files that are not whole.
+    Files that are not whole are made again. Raises DataError for files that cannot be read.
     """
     final = None if beside is None else beside / FOLDER / key[:32]
-    if final is None or not final.is_dir():
-        final = _keep(final, make)
-        if final is None:
-            with tempfile.TemporaryDirectory() as folder:
-                make(Path(folder))
-                return _mapped(Path(folder), dtypes)
-    return _mapped(final, dtypes)
+    if final is not None:
+        if final.is_dir():
+            try:
+                return _mapped(final, dtypes)
+            except _NotWholeError as error:
+                what = f"{final} is not whole: {error.found}"
+                print(f"warning: {what}; it is made again", file=sys.stderr, flush=True)
+                _remove(final)
+        if _keep(final, make):
+            return _mapped(final, dtypes)
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder))
+        _write_sizes(Path(folder))
+        return _mapped(Path(folder), dtypes)
 
 
-def _keep(final: Path | None, make: Callable[[Path], None]) -> Path | None:
-    """Makes a folder at once, unless another process was faster; None where none can be kept."""
-    if final is None:
-        return None
-    own = final.with_name(f"{final.name}.{os.getpid()}.tmp")
+def _refuse_cut(*arrays: Any) -> None:
+    """Raises UnreadDataError for a memory map whose file is shorter than it was.
+
+    The system ends a process with SIGBUS that reads there, without a word.
+    """
+    for array in arrays:
+        mapped = getattr(array, "_mmap", None)  # None: it is in memory
+        if mapped is None or mapped.size() >= len(mapped):
+            continue
+        found = f"{mapped.size():,} bytes, not {len(mapped):,}"
+        fix = "start again with the same command: what was packed is made again"
+        raise UnreadDataError(str(array.filename), "was cut", found=found, fix=fix)
+
+
+class _NotWholeError(DataError):
+    """Files that their writer has not finished, or that somebody has changed since."""
+
+
+def _keep(final: Path, make: Callable[[Path], None]) -> bool:
+    """Makes a folder at once, unless another process was faster; False where none can be kept."""
+    own = temporary_of(final)  # processes in containers of two hosts may have one number
     try:
-        own.mkdir(parents=True, exist_ok=True)
+        own.mkdir(parents=True)
+        _remove_left(final.parent)
         (own / "probe").touch()
         (own / "probe").unlink()
     except OSError:
-        return None  # a place that is only for reading
+        return False  # a place that is only for reading
     try:
         make(own)
-        sizes = {path.name: path.stat().st_size for path in own.iterdir()}
-        (own / "sizes").write_text("".join(f"{name} {size}\n" for name, size in sizes.items()))
+        _write_sizes(own)
+        sync_below(own)  # a crash of the machine leaves no folder with empty files
         own.rename(final)
     except OSError as error:
         if not final.is_dir():
@@ -296,22 +331,46 @@ def _keep(final: Path | None, make: Callable[[Path], None]) -> Path | None:
             raise DataError(where, "cannot be written", found=found, fix=fix) from None
     finally:
         shutil.rmtree(own, ignore_errors=True)
-    return final
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder at once, where that is allowed: nobody finds a part of it."""
+    old = temporary_of(folder)
+    with contextlib.suppress(OSError):
+        folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_sizes(folder: Path) -> None:
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    (folder / SIZES).write_text("".join(f"{name} {size}\n" for name, size in sizes.items()))
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes what processes that were killed have left half made, by its age."""
+    for left in folder.glob(TEMPORARY):
+        with contextlib.suppress(OSError):
+            newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if newest_s < time.time() - LEFT_S:
+                shutil.rmtree(left)
 
 
 def _mapped(folder: Path, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
-    sizes = folder / "sizes"
+    arrays: dict[str, np.ndarray] = {}
     try:
-        lines = sizes.read_text().splitlines() if sizes.exists() else []
-        for name, size in (line.rsplit(" ", 1) for line in lines):
-            if (found := (folder / name).stat().st_size) != int(size):
-                raise ValueError(f"{name} ends at byte {found:,}, not {int(size):,}")
-        return {
-            name: np.memmap(folder / name, dtype, "r")
-            if (folder / name).stat().st_size
-            else np.empty(0, dtype)
-            for name, dtype in dtypes.items()
-        }
-    except (OSError, ValueError) as error:
+        lines = [line.rpartition(" ") for line in (folder / SIZES).read_text().splitlines()]
+        sizes = {name: size for name, _, size in lines}
+        for name, dtype in dtypes.items():
+            found = (folder / name).stat().st_size
+            if str(found) != sizes.get(name):
+                raise ValueError(f"{name} has {found:,} bytes, {SIZES} says {sizes.get(name)}")
+            empty = np.empty(0, dtype)
+            arrays[name] = np.memmap(folder / name, dtype, "r") if found else empty
+    except (FileNotFoundError, ValueError) as error:
         fix = "remove the folder: it is made again"
-        raise DataError(str(folder), "is not whole", found=error, fix=fix) from None
+        raise _NotWholeError(str(folder), "is not whole", found=error, fix=fix) from None
+    except OSError as error:
+        fix = "see that its file system is there, or remove the folder: it is made again"
+        raise DataError(str(folder), "cannot be read", found=error.strerror, fix=fix) from None
+    return arrays

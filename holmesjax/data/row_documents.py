@@ -9,13 +9,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from holmesjax.data import object_stores, optional_packages
+from holmesjax.data import file_kinds, object_stores, optional_packages
 from holmesjax.data.documents import (
+    MASKS,
     Documents,
     FilePart,
     Wanted,
     damaged,
     decoded,
+    masked_beside,
     no_text,
     null_among,
 )
@@ -50,7 +52,8 @@ def read_parquet(part: FilePart, wanted: Wanted) -> Documents:
         _refuse_no_column(part.path, wanted.column, parquet.schema_arrow)
         first = sum(parquet.metadata.row_group(group).num_rows for group in range(part.first))
         for group in range(part.first, part.last):
-            batches = parquet.iter_batches(ROWS, row_groups=[group], columns=[wanted.column])
+            names = [wanted.column, *_masks(wanted.column, parquet.schema_arrow)]
+            batches = parquet.iter_batches(ROWS, row_groups=[group], columns=names)
             while True:
                 try:
                     batch = next(batches, None)
@@ -59,8 +62,8 @@ def read_parquet(part: FilePart, wanted: Wanted) -> Documents:
                     raise damaged(where, "row group", error) from None
                 if batch is None:
                     break
-                column = batch.column(wanted.column)  # not the first: `a.b` may be a field of `a`
-                yield from _column(column, part.path, first, wanted.column)
+                # By their names: `a.b` may be a field of `a`.
+                yield from _column(batch, part.path, first, wanted.column)
                 first += batch.num_rows
 
 
@@ -102,10 +105,11 @@ def read_hugging_face(part: FilePart, wanted: Wanted) -> Documents:
     """The documents of rows."""
     dataset = _dataset(Path(part.path)).with_format("arrow")
     _refuse_no_column(part.path, wanted.column, dataset.features.arrow_schema)
-    dataset = dataset.select_columns([wanted.column])
+    masks = _masks(wanted.column, dataset.features.arrow_schema)
+    dataset = dataset.select_columns([wanted.column, *masks])
     for first in range(part.first, part.last, ROWS):
         table = dataset[first : min(first + ROWS, part.last)]
-        yield from _column(table.column(0), part.path, first, wanted.column)
+        yield from _column(table, part.path, first, wanted.column)
 
 
 def _dataset(path: Path) -> Any:
@@ -174,7 +178,7 @@ def read_arrow(part: FilePart, wanted: Wanted) -> Documents:
             _refuse_no_column(part.path, wanted.column, reader.schema)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
-                yield from _column(batch.column(wanted.column), part.path, first, wanted.column)
+                yield from _column(batch, part.path, first, wanted.column)
                 first += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             raise damaged(part.path, "Arrow file", error) from None
@@ -210,6 +214,10 @@ def read_array_record(part: FilePart, wanted: Wanted) -> Documents:
         except RuntimeError as error:
             where = f"{part.path}, records {first:,} to {last - 1:,}"
             raise damaged(where, "part of an array_record file", error) from None
+        if wanted.dtype and file_kinds.is_surely_text(b"".join(records)):
+            where = f"{part.path}, records {first:,} to {last - 1:,}"
+            fix = "leave --dtype out"
+            raise DataError(where, "are text", found=f"--dtype {wanted.dtype}", fix=fix)
         for number, record in enumerate(records, first):
             where = f"{part.path}, record {number:,}"
             yield where, _record(record, where, wanted.dtype)
@@ -262,9 +270,28 @@ def _refuse_no_column(where: str, column: str, schema: Any) -> None:
     raise DataError(where, problem, found=found, fix="name another by --column")
 
 
-def _column(column: Any, path: str, first: int, name: str) -> Documents:
-    for row, value in enumerate(column, first):
+def _masks(column: str, schema: Any) -> list[str]:
+    """The columns beside one of tokens that say which of them count."""
+    import pyarrow
+
+    types = pyarrow.types
+    kind = lambda name: schema.field(name).type
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    is_list = lambda name: any(is_kind(kind(name)) for is_kind in lists)
+    is_one = lambda name: schema.names.count(name) == 1 and is_list(name) and name != column
+    return list(filter(is_one, MASKS)) if is_list(column) else []
+
+
+def _column(table: Any, path: str, first: int, name: str) -> Documents:
+    """The documents of some rows. Raises DataError for tokens that another column leaves out."""
+    masks = {mask: table.column(mask) for mask in _masks(name, table.schema)}
+    for row, value in enumerate(table.column(name), first):
         where = f"{path}, row {row:,}"
+        for mask, values in masks.items():
+            if (own := values[row - first]).is_valid and len(own):
+                is_out = own.values.to_numpy(zero_copy_only=False) == MASKS[mask]
+                if is_out.any():
+                    raise masked_beside(where, mask, int(np.argmax(is_out)))
         if value.is_valid and hasattr(value, "values"):
             if value.values.null_count:
                 place = int(np.argmax(value.values.is_null().to_numpy(zero_copy_only=False)))

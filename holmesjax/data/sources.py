@@ -17,7 +17,7 @@ import numpy as np
 from holmesjax.config import Config, DataConfig
 from holmesjax.config.data_sources import SOURCES
 from holmesjax.data.decode_stream import DecodeStream
-from holmesjax.data.mixing import Schedule
+from holmesjax.data.mixing import ItemTurn, Schedule
 from holmesjax.errors import DataError
 
 
@@ -56,10 +56,30 @@ class Mixed:
 
     parts: Mapping[str, Sequences]  # in the order of the schedule's names
     schedule: Schedule
+    by_island: Mapping[str, Schedule] = field(default_factory=dict)  # of islands that differ
+    turns: Mapping[str, ItemTurn] = field(default_factory=dict)  # by source; without: all its items
 
     def __len__(self) -> int:
         """The sequences of all sources, however often the schedule takes them."""
         return sum(map(len, self.parts.values()))
+
+    def of_island(self, number: int, names: Sequence[str]) -> "Mixed":
+        """An island reads by its own schedule, and of each source the items whose turn is its.
+
+        Islands take turns that read the source, so no item of an epoch is in two of them, however
+        far each is.
+
+        Args:
+          number: of the island.
+          names: of all islands.
+        """
+        schedules = [self.by_island.get(name, self.schedule) for name in names]
+        turns = {}
+        for source in self.parts:
+            readers = [k for k, schedule in enumerate(schedules) if schedule.reads(source)]
+            if number in readers:
+                turns[source] = ItemTurn(readers.index(number), len(readers))
+        return Mixed(parts=self.parts, schedule=schedules[number], turns=turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

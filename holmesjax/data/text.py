@@ -12,6 +12,7 @@ from holmesjax.config import BYTES, Config, DataConfig
 from holmesjax.data import corpus as corpora, packing, tokenizer_files
 from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.data.corpus import Corpus
+from holmesjax.data.corpus_progress import LongWork
 from holmesjax.data.packing import DocumentRange, Spans
 from holmesjax.data.sources import (
     HELD_OUT,
@@ -102,12 +103,13 @@ def _tokens_of(
     dtype = np.uint16 if by.num_tokens <= 2**16 else np.int32
     found = [np.empty(0, dtype)]
     batch: list[str] = []
-    num_bytes = 0
+    num_bytes, work = 0, LongWork("making tokens of documents")
     for text in corpora.documents(corpus, split):
         batch.append(text)
         num_bytes += len(text)
         if num_bytes >= BATCH_BYTES:
             found += (tokens.astype(dtype) for tokens in by.documents(batch))
+            work.add(len(batch))
             batch, num_bytes = [], 0
     found += (tokens.astype(dtype) for tokens in by.documents(batch))
     return np.concatenate(found), np.cumsum([len(tokens) for tokens in found])[:-1]

@@ -4,6 +4,7 @@ import codecs
 import csv
 import io
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 from holmesjax.data import compressed_files, object_stores
 from holmesjax.data.byte_tokenizer import BEGIN
 from holmesjax.data.documents import (
+    MASKS,
     Documents,
     FilePart,
     Wanted,
     damaged,
     decoded,
+    masked_beside,
     no_text,
     null_among,
 )
@@ -26,6 +29,7 @@ from holmesjax.errors import DataError
 from holmesjax.files import json_text
 
 MAX_CELL = 2**31 - 1  # characters
+SHOWN = 80  # characters of a value in a message
 
 
 class _Tabs(csv.excel_tab):
@@ -133,6 +137,10 @@ def from_json(line: bytes, where: str) -> Any:
 def _field(found: Any, where: str, column: str) -> str | np.ndarray:
     own = found.get(column) if isinstance(found, dict) else None
     if isinstance(own, list) and all(type(token) is int for token in own):
+        for name, value in MASKS.items():
+            beside = found.get(name)
+            if own and isinstance(beside, list) and value in beside:
+                raise masked_beside(where, name, beside.index(value))
         try:
             return np.array(own, np.int64)
         except OverflowError as error:
@@ -144,6 +152,8 @@ def _field(found: Any, where: str, column: str) -> str | np.ndarray:
         raise null_among(where, column, own.index(None))
     if not isinstance(own, str):
         shown = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+        if isinstance(found, dict) and column in found:
+            shown = f"{column}: {json.dumps(own)[:SHOWN]}"
         fix = f'write lines as {{"{column}": "..."}}, or name another field by --column'
         problem = f"has no text in a field `{column}`"
         raise DataError(where, problem, found=shown or "{}", fix=fix)

@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from holmesjax.config import DataConfig
-from holmesjax.data import object_stores
-from holmesjax.data.corpus_files import HIDDEN, LeftOut, kind_of
+from holmesjax.data import file_kinds, object_stores
+from holmesjax.data.corpus_files import HIDDEN, LeftOut, doubtful, kind_of, with_remarks
 from holmesjax.data.number_files import NumberFile, SortedNumbers
 from holmesjax.data.object_stores import RangeFile
 from holmesjax.data.token_files import DTYPES, FORMAT, JOB, LOCK, STARTS, TokenFile, wrong
-from holmesjax.data.tokenizer_paths import read_json
+from holmesjax.data.tokenizer_paths import read, read_json
 from holmesjax.data.whole_digests import FOLDER
 from holmesjax.errors import DataError
 
@@ -33,6 +33,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequence
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 NUMPY = b"\x93NUMPY"
 LLM_C_BYTES = 1024  # of its header
+FEWEST = 16  # numbers of which every second one is 0 by no chance
 # Magic number and version, which tell the type of tokens.
 LLM_C = {struct.pack("<ii", 20240520, 1): "<u2", struct.pack("<ii", 20240801, 7): "<u4"}
 
@@ -66,11 +67,14 @@ def find(config: DataConfig) -> list[TokenFile]:
         raise DataError("data.corpus", "cannot be read", found=found_here, fix=fix) from None
 
 
-def left_out(config: DataConfig, files: Sequence[TokenFile]) -> LeftOut:
-    """The rest of a folder, besides files of tokens and what belongs to them."""
+def left_out(config: DataConfig, files: Sequence[TokenFile]) -> str:
+    """The rest of a folder, besides files of tokens and what belongs to them, in words.
+
+    And files of tokens that are read, and by their names perhaps should not be.
+    """
     found, root = LeftOut(), object_stores.path_of(config.corpus)
     if not root.is_dir():
-        return found
+        return ""
     own = {file.path.with_suffix(end).name for file in files for end in BESIDE}
     own |= {file.path.name for file in files} | {JOB, LOCK}
     for path in sorted(root.iterdir(), key=lambda path: path.name):
@@ -86,7 +90,7 @@ def left_out(config: DataConfig, files: Sequence[TokenFile]) -> LeftOut:
             except DataError:  # nothing of it is wanted
                 kind = "damaged file"
             found.add(kind, path.name)
-    return found
+    return with_remarks(found.words, doubtful([file.path.name for file in files]))
 
 
 def _refuse_unfinished(folder: Path) -> None:
@@ -118,7 +122,15 @@ def _open(path: Path, dtype: str | None) -> TokenFile:
             return _open_numpy(path, file)
     if (kind := LLM_C.get(head[:8])) is not None:
         return _open_llm_c(path, head, np.dtype(kind))
+    if head[:4] in {known[:4] for known in LLM_C}:  # its header would be tokens
+        version = int.from_bytes(head[4:8], "little")
+        wrong(path, "must have a version of llm.c that is known", version)
+    if (kind := file_kinds.other_than_numbers(path)) is not None:
+        fix = "name files of tokens (of a packed one, unpack it); numpy.save marks numbers as such"
+        raise DataError(str(path), "is no file of tokens", found=kind, fix=fix)
     if dtype is not None:
+        _refuse_parts(path)
+        _refuse_narrow(path, head, dtype)
         return _open_plain(path, np.dtype(dtype).newbyteorder("<"))
     found = f"neither {path.stem}.json nor {path.stem}.idx"
     fix = (
@@ -128,6 +140,32 @@ def _open(path: Path, dtype: str | None) -> TokenFile:
     raise DataError(
         str(path), "has no file beside it that says what its tokens are", found=found, fix=fix
     )
+
+
+def _refuse_parts(path: Path) -> None:
+    """Raises DataError for a chunk of LitData, whose tokens are behind offsets without a mark."""
+    index = path.with_name("index.json")
+    if not index.is_file():
+        return
+    content = read(index)
+    if b'"chunks"' in content and f'"{path.name}"'.encode() in content:
+        fix = "write its tokens with numpy.save, or its text as JSON lines for launch tokenize"
+        raise DataError(str(path), "is no file of tokens", found="a chunk of LitData", fix=fix)
+
+
+WIDER = ("uint32", "int64")
+
+
+def _refuse_narrow(path: Path, head: bytes, dtype: str) -> None:
+    """Raises DataError where numbers are wider than data.dtype says."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    numbers = np.frombuffer(head[: len(head) // kind.itemsize * kind.itemsize], kind)
+    if len(numbers) >= FEWEST and numbers[::2].any() and not numbers[1::2].any():
+        problem = f"has numbers of more bytes than {dtype}: every second one would be 0"
+        wider = " or ".join(name for name in WIDER if np.dtype(name).itemsize > kind.itemsize)
+        fix = f"say data.dtype={wider}"
+        shown = ", ".join(map(str, numbers[:6]))
+        raise DataError(str(path), problem, found=f"{shown}, ...", fix=fix)
 
 
 def _open_plain(path: Path, dtype: np.dtype, at: int = 0, count: int | None = None) -> TokenFile:

@@ -5,19 +5,38 @@ a file of another format becomes is compared with the library that owns the form
 the two are known to differ.
 """
 
+import base64
+import binascii
+import codecs
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holmesjax.data.byte_tokenizer import BEGIN, MARK
-from holmesjax.data.tokenizer_paths import CONFIG, RANKS, SIDECAR, TokenizerFiles, extra, read
+from holmesjax.data.tokenizer_paths import (
+    CONFIG,
+    CONVERT,
+    MAIN,
+    RANKS,
+    SIDECAR,
+    TokenizerFiles,
+    extra,
+    read,
+)
 from holmesjax.errors import DataError
 
 SPACE = "\u2581"  # a space in the pieces of sentencepiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of its pieces
+KINDS = (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 UNIGRAM, BPE = 1, 2  # kinds of its models
 # Repeats that give nothing back, as tiktoken has them; in Oniguruma they would repeat the repeat.
 POSSESSIVE = re.compile(r"(\\[pP]\{[^}]*\}|\[(?:\\.|[^\]\\])+\]|\\.|[^\\)\]}])(\{\d+(?:,\d*)?\})\+")
+# What `\w` is for Rust and not in Oniguruma, and the other way round, by all characters of Unicode.
+WORD = r"\w\x{200c}\x{200d}&&[^\x{b2}\x{b3}\x{b9}\x{bc}\x{bd}\x{be}]"
+WORDS = {r"\w": f"[{WORD}]", r"\W": f"[^{WORD}]"}
+POSIX = re.compile(r"\[:\^?\w+:\]")
+SHOWN = 8  # names in a message
 PROBES = (
     "hello world",
     "  two spaces,  and two more  ",
@@ -66,19 +85,32 @@ def of_bytes() -> Converted:
 def _whole(files: TokenizerFiles) -> Converted:
     from tokenizers import Tokenizer
 
-    try:
+    if "model" not in files.json(MAIN):  # of a tekken.json, or a vocab.json
+        problem, fix = f"is no {MAIN}", f"name one; it is written by {CONVERT}"
+        found = ", ".join([*files.json(MAIN)][:SHOWN]) or "an empty object"
+        raise DataError(str(files.main), problem, found=found, fix=fix)
+    with _library(files):
         inner: Any = Tokenizer.from_str(read(files.main).decode())
-    except Exception as error:
-        raise _no_tokenizer(files, error) from None
     return Converted(inner, {}, None if inner.padding is None else inner.padding["pad_token"])
 
 
-def _no_tokenizer(files: TokenizerFiles, error: Exception) -> DataError:
-    """The refusal of a file that its library cannot read; libraries raise errors of any class."""
-    found = (str(error) or type(error).__name__).splitlines()[0]
-    fix = "name another file, or copy it again"
-    problem = f"is no tokenizer that {files.kind} reads"
-    return DataError(str(files.main), problem, found=found, fix=fix)
+@contextlib.contextmanager
+def _library(files: TokenizerFiles) -> Iterator[None]:
+    """Refuses a file that its library cannot read; libraries raise errors of any class.
+
+    A library in Rust may panic, which is no `Exception`.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        found = (str(error) or type(error).__name__).splitlines()[0]
+        fix = "name another file, or copy it again"
+        problem = f"is no tokenizer that {files.kind} reads"
+        raise DataError(str(files.main), problem, found=found, fix=fix) from None
 
 
 def _add_begin(inner: Any, begin: str) -> None:
@@ -103,7 +135,7 @@ def _compare(
     Symbols are those that are no marks, and tokens wherever they stand.
     """
     inner.encode_special_tokens = True
-    for text in (*PROBES, *(f"a{symbol} b{symbol}c" for symbol in symbols)):
+    for text in (*PROBES, *(f"{symbol}a{symbol} b{symbol}c" for symbol in symbols)):
         if (got := inner.encode(text, add_special_tokens=False).ids) != (own := right(text)):
             problem = "has no tokenizer.json with the same tokens, so no run could be exported"
             found = f"{text!r}: {got} in place of {own}"
@@ -122,32 +154,93 @@ def _letters() -> list[str]:
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
+def _ranks(files: TokenizerFiles) -> dict[bytes, int]:
+    """The ranks of pieces, one a line. Raises DataError.
+
+    The library's own reader keeps a copy of whatever a path has held first, and takes a later file
+    there for the same.
+    """
+
+    def refusal(where: str, problem: str, found: object) -> DataError:
+        fix = "name another file, or copy it again"
+        return DataError(where, problem, found=found, fix=fix)
+
+    ranks: dict[bytes, int] = {}
+    pieces: dict[int, bytes] = {}
+    lines = read(files.main).removeprefix(codecs.BOM_UTF8).splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where, cells = f"{files.main}, line {number:,}", line.split()
+        try:
+            piece = base64.b64decode(cells[0], validate=True)
+        except binascii.Error:
+            piece = b""
+        if len(cells) != 2 or not piece or not cells[1].isdigit():
+            problem = "is not a piece in base64 and its rank"
+            raise refusal(where, problem, repr(line[:80]))
+        rank = int(cells[1])
+        if piece in ranks or rank in pieces:
+            raise refusal(where, "has a piece or a rank that an earlier line has", repr(line[:80]))
+        ranks[piece], pieces[rank] = rank, piece
+    if missing := [i for i in range(256) if bytes([i]) not in ranks]:  # it would panic later
+        problem = "is no tokenizer that tiktoken reads"
+        found = f"{len(missing)} of 256 bytes have no rank, 0x{missing[0]:02x} first"
+        raise refusal(str(files.main), problem, found)
+    return ranks
+
+
+def _sidecar(files: TokenizerFiles, ranks: Mapping[bytes, int]) -> dict[str, Any]:
+    """The pattern, the special tokens and the end beside a file of ranks. Raises DataError."""
+    name = f"{RANKS}.json"
+    said = files.json(name)
+    where = str(files.files[name])
+    pattern, specials, end = (said.get(key) for key in ("pattern", "special_tokens", "end"))
+    is_whole = isinstance(pattern, str) and pattern != "" and isinstance(end, str)
+    if not is_whole or not isinstance(specials, dict) or end not in specials:
+        wanted = "needs a pattern, special_tokens, and an end that is one of them"
+        found, fix = ", ".join(said) or "nothing", f"as {SIDECAR}"
+        raise DataError(where, wanted, found=found, fix=fix)
+    if found_class := POSIX.search(str(pattern)):
+        problem = "has a class that is of ASCII for tiktoken, and of Unicode elsewhere"
+        fix = r"write the letters themselves, or \p{L}"
+        raise DataError(where, problem, found=found_class[0], fix=fix)
+    taken = {*ranks.values()}
+    for token, number in specials.items():  # two may share one, as in OpenAI's o200k_harmony
+        if not token or type(number) is not int or number < 0 or number in taken:
+            problem = "needs a text and a number that is no rank for each special token"
+            fix = "write a number that no piece has"
+            raise DataError(where, problem, found=f"{token!r}: {number!r}", fix=fix)
+    return said
+
+
+def _in_oniguruma(pattern: str) -> str:
+    r"""Writes a pattern of tiktoken as the library `tokenizers` reads it.
+
+    >>> print(_in_oniguruma(r"\p{N}{1,3}+|\\w"))
+    (?>\p{N}{1,3})|\\w
+    """
+    pattern = POSSESSIVE.sub(r"(?>\1\2)", pattern)
+    return re.sub(r"\\.", lambda found: WORDS.get(found[0], found[0]), pattern)
+
+
 def _tiktoken(files: TokenizerFiles) -> Converted:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    name = f"{RANKS}.json"
-    said = files.json(name)
-    specials: Any = said.get("special_tokens")
-    end: Any = said.get("end")
-    is_whole = isinstance(said.get("pattern"), str) and isinstance(specials, dict)
-    if not is_whole or end not in specials:
-        wanted, shown = "needs a pattern, special_tokens, and an end that is one of them", said
-        found, fix = ", ".join(shown) or "nothing", f"as {SIDECAR}"
-        raise DataError(str(files.files[name]), wanted, found=found, fix=fix)
+    ranks = _ranks(files)
+    said = _sidecar(files, ranks)
+    specials: dict[str, int] = said["special_tokens"]
+    end = said["end"]
     with extra("tiktoken"):
-        import tiktoken.load
-    try:
-        ranks = tiktoken.load.load_tiktoken_bpe(str(files.main))
-        if missing := [i for i in range(256) if bytes([i]) not in ranks]:  # it would panic later
-            raise ValueError(f"{len(missing)} of 256 bytes have no rank, 0x{missing[0]:02x} first")
+        import tiktoken
+    with _library(files):
         encoding = tiktoken.Encoding(
             files.main.name,
             pat_str=said["pattern"],
             mergeable_ranks=ranks,
             special_tokens=specials,
         )
-    except Exception as error:
-        raise _no_tokenizer(files, error) from None
+        pattern = Regex(_in_oniguruma(said["pattern"]))
     letters = _letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = [
@@ -161,7 +254,6 @@ def _tiktoken(files: TokenizerFiles) -> Converted:
     # A word that is a token is one, also where no merges lead to it.
     model.ignore_merges = any(len(model.tokenize(word)) > 1 for word in spelled.values())
     inner: Any = Tokenizer(model)
-    pattern = Regex(POSSESSIVE.sub(r"(?>\1\2)", said["pattern"]))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             # What the pattern does not match is dropped, as tiktoken does.
@@ -171,7 +263,8 @@ def _tiktoken(files: TokenizerFiles) -> Converted:
     )
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(list(specials))
-    _compare(files, inner, encoding.encode_ordinary)
+    with _library(files):
+        _compare(files, inner, encoding.encode_ordinary)
     return Converted(inner, {"eos_token": end})
 
 
@@ -184,11 +277,14 @@ def _sentencepiece(files: TokenizerFiles) -> Converted:
     with extra("protobuf"):
         from sentencepiece import sentencepiece_model_pb2
     content = read(files.main)
-    try:
+    with _library(files):
         library = sentencepiece.SentencePieceProcessor(model_proto=content)
         model = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
-    except Exception as error:
-        raise _no_tokenizer(files, error) from None
+    if other := next((entry for entry in model.pieces if entry.type not in KINDS), None):
+        # An unused piece is left in pairs that lead to others; no library but its own has that.
+        problem, fix = "has a piece that is unused, or of a new kind", "train it without such"
+        found = f"{other.piece!r} of type {other.type}"
+        raise DataError(str(files.main), problem, found=found, fix=fix)
     if library.eos_id() < 0:
         problem, fix = "has no end mark </s>", "train it with one: --eos_id=2"
         raise DataError(str(files.main), problem, found="eos_id -1", fix=fix)
@@ -200,8 +296,7 @@ def _sentencepiece(files: TokenizerFiles) -> Converted:
         "pad_token": library.pad_id(),
     }
     named = {name: library.id_to_piece(number) for name, number in ids.items() if number >= 0}
-    symbols = [entry.piece for entry in model.pieces if entry.type == USER_DEFINED]
-    _compare(files, inner, library.encode, symbols)
+    _compare(files, inner, library.encode, _symbols(model))
     if "bos_token" in named and files.json(CONFIG).get("add_bos_token", True):
         _add_begin(inner, named["bos_token"])
     return Converted(inner, named)
@@ -212,7 +307,7 @@ def _of_model(files: TokenizerFiles, model: Any) -> Any:
 
     inner: Any = Tokenizer(_pieces(files, model))
     spec = model.normalizer_spec
-    inner.normalizer = _normalizer(spec)
+    inner.normalizer = _normalizer(spec, _symbols(model))
     fallback = [decoders.ByteFallback(), decoders.Fuse()]
     cuts: list[Any] = []
     begun = []
@@ -279,7 +374,12 @@ def _pieces(files: TokenizerFiles, model: Any) -> Any:
     )
 
 
-def _normalizer(spec: Any) -> Any:
+def _symbols(model: Any) -> list[str]:
+    """The pieces that are tokens wherever they stand in a text."""
+    return [entry.piece for entry in model.pieces if entry.type == USER_DEFINED]
+
+
+def _normalizer(spec: Any, symbols: Sequence[str]) -> Any:
     """The changes of a text before it is cut into pieces."""
     from tokenizers import Regex, normalizers
 
@@ -293,4 +393,10 @@ def _normalizer(spec: Any) -> Any:
     elif spec.add_dummy_prefix:
         # The space that begins a text is one more, also where the text begins with a space.
         found += [normalizers.Replace(Regex(rf"\A{space}"), space * 2) for space in (" ", SPACE)]
+    if spec.add_dummy_prefix and symbols:
+        # A space comes before a symbol that begins a text, too, where no cut is. The library also
+        # changes the symbols themselves so, which have to stay as they are.
+        any_symbol = "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
+        begun = Regex(rf"\A(?=(?:{any_symbol}))(?!(?:{any_symbol})\z)")
+        found += [normalizers.Replace(begun, SPACE)]
     return normalizers.Sequence([*found, normalizers.Replace(" ", SPACE)])

@@ -36,6 +36,7 @@ from holmesjax.data.tokenizer_paths import (
     find,
 )
 from holmesjax.errors import CheckpointError, ConfigError, DataError
+from holmesjax.files.run_folder import METRICS
 
 FOLDER = "tokenizer"  # of a run folder
 UNIT = 128  # a vocabulary is padded to a multiple, whatever the plan
@@ -281,7 +282,19 @@ def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTo
       path: a folder, or the file with the pieces.
       variables: for its chat template, as `data.chat_template_kwargs`.
     """
+    try:
+        return _loaded(path, variables)
+    except DataError as error:
+        is_copy = Path(path).name == FOLDER and (Path(path).parent / METRICS).is_file()
+        if not is_copy:
+            raise
+        fix = f"{error.fix}; an earlier version that began the run still takes it"
+        raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
+
+
+def _loaded(path: str | Path, variables: Mapping[str, Any] | None) -> FileTokenizer:
     files = find(path)
+    tokenizer_marks.refuse_other_pieces(files)
     converted = tokenizer_conversions.of(files)
     has = lambda token: converted.inner.token_to_id(token) is not None
     marks = tokenizer_marks.read(files, has)
@@ -297,6 +310,7 @@ def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTo
     _refuse_drawn_pieces(files, converted.inner)
     _refuse_contradictions(files, converted.inner)
     tokenizer_marks.add(converted.inner, marks)
+    tokenizer_marks.refuse_other_ids(files, converted.inner)
     model_ends = tokenizer_marks.ends(files)
     named_end = marks.named.get("eos_token", of_format.get("eos_token"))
     end = _end(files, converted.inner, named_end, model_ends)
@@ -399,6 +413,11 @@ def _end(files: TokenizerFiles, inner: Any, token: str | None, model_ends: Seque
     if token is not None:
         return int(inner.token_to_id(token))
     if model_ends:
+        if inner.id_to_token(model_ends[0]) is None:
+            problem = "does not have the token that ends a text of the model beside it"
+            fix = f"name the tokenizer of that model, or an eos_token in {CONFIG}"
+            found = f"eos_token_id {model_ends[0]}"
+            raise DataError(str(files.main), problem, found=found, fix=fix)
         return model_ends[0]
     special = {
         token.content: number
@@ -432,6 +451,12 @@ def copy_of_run(run_dir: Path, named: str, checkpoint: Path) -> Path:
 def identity(tokenizer: str) -> str:
     """The identity of a `data.tokenizer`, wherever its files are."""
     return tokenizer if tokenizer == BYTES else find(tokenizer).identity
+
+
+def identity_with_end(tokenizer: str) -> str:
+    """The identity, with what ends a document where only files of a model say it."""
+    end = "" if tokenizer == BYTES else tokenizer_marks.end_of_model(find(tokenizer))
+    return ", ".join(filter(None, [identity(tokenizer), end]))
 
 
 def place(tokenizer: str) -> str:

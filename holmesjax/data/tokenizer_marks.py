@@ -5,17 +5,20 @@ the list `added_tokens_decoder` of `tokenizer_config.json` or, where there is no
 `special_tokens_map.json` and `added_tokens.json`; then the tokens with a name, such as `bos_token`.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holmesjax.data.tokenizer_paths import (
     ADDED,
     CONFIG,
+    CONVERT,
     GENERATION,
+    MAIN,
     OF_MODEL,
     SPECIAL_MAP,
     TokenizerFiles,
+    read as read_file,
 )
 from holmesjax.errors import DataError
 
@@ -69,6 +72,13 @@ OF_MODELS: Mapping[str, str] = {
     "falcon": "PreTrainedTokenizerFast",
     "t5": "T5Tokenizer",
 }
+# Classes over a file of sentencepiece that leave its ids as they are. Others move them, as that of
+# XLM-RoBERTa does, or have other marks, as that of T5, and code in a folder may do either.
+OF_PIECES = (
+    *GENERIC,
+    *("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "BaichuanTokenizer"),
+    *("InternLMTokenizer", "InternLM2Tokenizer"),
+)
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -100,7 +110,7 @@ def read(files: TokenizerFiles, has: Callable[[str], bool] = lambda token: False
 
 def _read(files: TokenizerFiles, has: Callable[[str], bool]) -> Marks:
     config = files.json(CONFIG)
-    of_class = OF_CLASSES.get(class_of(files), {})
+    of_class = _of_class(files) or {}
     named: dict[str, Any] = {name: token for name, token in of_class.items() if has(token)}
     flags: dict[str, Mapping[str, bool]] = {}
     where: dict[str, str] = {}
@@ -142,6 +152,12 @@ def _read(files: TokenizerFiles, has: Callable[[str], bool]) -> Marks:
     )
 
 
+def class_of_model(files: TokenizerFiles) -> str:
+    """The class of a tokenizer where only the files of a model say it; else empty."""
+    is_named = files.json(CONFIG).get("tokenizer_class") or OF_MODEL not in files.files
+    return "" if is_named else class_of(files)
+
+
 def class_of(files: TokenizerFiles) -> str:
     """The class that `transformers` takes for a tokenizer, or words that are no class."""
     model = files.json(OF_MODEL)
@@ -151,6 +167,94 @@ def class_of(files: TokenizerFiles) -> str:
         return OF_MODELS.get(kind, f"none, beside a model {kind}")
     name = str(named)
     return name if name in GENERIC else name.removesuffix("Fast")
+
+
+def _of_class(files: TokenizerFiles) -> Mapping[str, str] | None:
+    """The marks that the class of a tokenizer has where no file says one; None: not known.
+
+    Over pieces of bytes, version 5 takes no class of Llama, and version 4 does.
+    """
+    name = class_of(files)
+    of_class = OF_CLASSES.get(name)
+    is_of_bytes = files.kind == "tokenizers" and b'"ByteLevel"' in read_file(files.main)
+    if of_class is not None and name == "LlamaTokenizer" and is_of_bytes:
+        return dict.fromkeys(of_class, "")
+    return of_class
+
+
+def refuse_other_pieces(files: TokenizerFiles) -> None:
+    """Raises DataError for a file of sentencepiece whose class has other ids, or may have them."""
+    name = class_of(files)
+    if files.kind == "sentencepiece" and name not in OF_PIECES and not name.startswith("none, "):
+        problem = f"has a class that may have other ids than {files.main.name}"
+        found = f"tokenizer_class {name}"
+        fix = f"name {files.main.name} itself for its own ids, or write a {MAIN}: {CONVERT}"
+        raise DataError(str(files.main.parent), problem, found=found, fix=fix)
+
+
+def refuse_other_ids(files: TokenizerFiles, inner: Any) -> None:
+    """Raises DataError where a file gives a token another id than it has.
+
+    The library takes the id of the piece, or the next one, and says nothing; the model was trained
+    with what the file says. The ids of an added_tokens.json are no more than an order.
+
+    Args:
+      files: of the tokenizer.
+      inner: of the library `tokenizers`, with all marks.
+    """
+    said: list[tuple[str, Any, Any]] = []  # file, token and its id
+    if files.kind == "tokenizers":
+        whole = files.json(MAIN)
+        added = whole.get("added_tokens") or []
+        said += [(MAIN, token["content"], token["id"]) for token in added]
+        around = _special_of(whole.get("post_processor") or {})
+        said += [(MAIN, token, number) for token, number in around]
+        _refuse_shared(files, whole, {token["id"] for token in added})
+    rows = files.json(CONFIG).get("added_tokens_decoder") or {}
+    said += [(CONFIG, _content(files, CONFIG, token), int(n)) for n, token in rows.items()]
+    for name, token, number in said:
+        if (own := inner.token_to_id(token)) != number:
+            problem = f"gives {token} another id than the pieces and the order of tokens, {own}"
+            fix = "correct the id, or add the token that is missing before it"
+            raise DataError(str(files.files[name]), problem, found=f"id {number}", fix=fix)
+
+
+def _refuse_shared(files: TokenizerFiles, whole: Mapping[str, Any], added: Container[int]) -> None:
+    """Raises DataError for two pieces of one id; special tokens may share one."""
+    vocab = whole["model"].get("vocab")
+    if not isinstance(vocab, dict) or len({*vocab.values()}) == len(vocab):
+        return
+    pieces: dict[int, str] = {}
+    for piece, number in vocab.items():
+        if (other := pieces.setdefault(number, piece)) != piece and number not in added:
+            problem, fix = "gives two pieces one id", "copy the file again"
+            found = f"{other!r} and {piece!r}: {number}"
+            raise DataError(str(files.files[MAIN]), problem, found=found, fix=fix)
+
+
+def _special_of(processor: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The tokens that a post-processor of a tokenizer.json puts around texts, with their ids."""
+    for part in processor.get("processors", ()):
+        yield from _special_of(part)
+    if processor.get("type") == "TemplateProcessing":
+        for token in processor["special_tokens"].values():
+            yield from zip(token["tokens"], token["ids"], strict=True)
+    for key in ("sep", "cls"):  # of BERT and RoBERTa
+        if key in processor:
+            token, number = processor[key]
+            yield token, number
+
+
+def end_of_model(files: TokenizerFiles) -> str:
+    """Says in words which mark ends a document, as the files of a model name it.
+
+    Empty where those of the tokenizer name it. It is no part of an identity, so it is compared by
+    itself.
+    """
+    is_named = any("eos_token" in files.json(name) for name in (CONFIG, SPECIAL_MAP))
+    if files.kind != "tokenizers" or is_named or not {GENERATION, OF_MODEL} & files.files.keys():
+        return ""
+    return f"class {class_of(files)}, eos_token_id {ends(files)[:1]}"
 
 
 def refuse_unknown(
@@ -167,7 +271,7 @@ def refuse_unknown(
     name_of_class = class_of(files)
     if name_of_class in GENERIC:
         return
-    of_class = OF_CLASSES.get(name_of_class)
+    of_class = _of_class(files)
     for name in (*NAMES, *OTHER_NAMES):
         is_told = name in marks.named or name in marks.where
         is_open = of_class is None or name in of_class or (pads and name == "pad_token")
@@ -227,5 +331,5 @@ def ends(files: TokenizerFiles) -> list[int]:
         if not all(type(number) is int for number in numbers):
             problem, fix = "names an eos_token_id that is no number", "correct it"
             raise DataError(str(files.files[name]), problem, found=said, fix=fix)
-        return numbers
+        return [number for number in numbers if number >= 0]  # old files have -1 for none
     return []

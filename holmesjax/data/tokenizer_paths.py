@@ -30,7 +30,9 @@ BESIDE = (CONFIG, SPECIAL_MAP, ADDED, "vocab.json", "merges.txt", MODEL, TEMPLAT
 ENDS = (GENERATION, OF_MODEL)  # have the end tokens of a model
 # Files that shape no tokens of a corpus.
 OF_GENERATION = ("chat_template.", "generation_config.", OF_MODEL, TEMPLATES)
-FIRST_RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s")  # the first line of a file of ranks
+# The first line of a file of ranks that is not empty.
+FIRST_RANK = re.compile(rb"(\xef\xbb\xbf)?\s*[A-Za-z0-9+/]+={0,2}[ \t]+\d+\s")
+CONVERT = "AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW_DIR) of transformers 5"
 SIDECAR = '{"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}, "end": "<|endoftext|>"}'
 
 
@@ -76,7 +78,7 @@ def find(path: str | Path) -> TokenizerFiles:
         raise absent(WHERE, "cannot be read", found=found, fix=fix) from None
     if head.lstrip().startswith(b"{"):
         return TokenizerFiles(kind="tokenizers", main=main, files={MAIN: main})
-    if FIRST_RANK.match(head):
+    if FIRST_RANK.match(head) or main.suffix == Path(RANKS).suffix:
         beside = main.with_name(f"{main.name}.json")
         if not beside.is_file():
             problem = "has the ranks of a tiktoken encoding, and neither pattern nor special tokens"
@@ -102,6 +104,9 @@ def _in_folder(folder: Path) -> TokenizerFiles:
     if not (there := _mains(folder)):
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         fix = f"name a folder with {MAIN}, {MODEL} or a file .tiktoken, or the file itself"
+        fix += f"; a {MAIN} is written by {CONVERT}"
+        if (snapshot := hub_names.snapshot_of(folder)) is not None:
+            fix = f"name the folder that has the files: {snapshot}"
         raise DataError(WHERE, f"{folder} holds no tokenizer", found=names, fix=fix)
     found = find(there[0])
     beside = [folder / name for name in (*BESIDE, *ENDS)]

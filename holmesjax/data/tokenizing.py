@@ -33,6 +33,7 @@ from holmesjax.errors import ConfigError, DataError
 from holmesjax.files import regular_files
 from holmesjax.files.whole_files import write_whole
 
+EMPTY = "empty_documents"  # key of how many were left out
 BATCH_BYTES = 2**20  # of the texts that a library tokenizes at once
 
 
@@ -57,6 +58,7 @@ class Tokenized:
     documents: int
     was_there: int = 0  # tokens of these that were made before
     files: str = ""  # of the corpus, by kind, in words
+    empty: int = 0  # documents that are lists without a token: no place in a file can be theirs
     left_out: str = ""  # what the corpus has and is not read, in words; empty: nothing
 
 
@@ -126,6 +128,10 @@ def tokenize(
         done = _run(shards, workers or len(os.sched_getaffinity(0)), say)
         if done.tokens <= done.documents:  # nothing but marks
             raise no_document(config, len(corpus.files))
+        if done.empty:
+            lists = f"{done.empty:,} documents that are empty lists of tokens"
+            warn(f"left out: {lists}")
+            left_out = f"{left_out}; {lists}" if left_out else lists
         return dataclasses.replace(done, files=corpus.words, left_out=left_out)
 
 
@@ -199,6 +205,7 @@ def _run(shards: Sequence[Shard], workers: int, say: Callable[[Tokenized], None]
                     of=done.of,
                     tokens=done.tokens + said["tokens"],
                     documents=done.documents + said["documents"],
+                    empty=done.empty + said.get(EMPTY, 0),
                     was_there=done.was_there + (said["tokens"] if was_there else 0),
                 )
                 say(done)
@@ -266,10 +273,13 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     about, starts = path.with_suffix(".json"), path.with_suffix(".starts")
     by = None if shard.tokenizer == BYTES else tokenizer_files.load(shard.tokenizer)
     name = "uint16" if by is None or by.num_tokens <= 2**16 else "uint32"
-    count, largest, start_D = 0, 0, []
+    count, largest, num_empty, start_D = 0, 0, 0, []
     temporary = {file: file.with_name(f"{file.name}.{os.getpid()}.tmp") for file in (path, starts)}
     with temporary[path].open("wb") as file:
         for tokens in _documents(shard, by):
+            if not len(tokens):
+                num_empty += 1
+                continue
             start_D.append(count)
             count += len(tokens)
             largest = max(largest, int(np.max(tokens)))
@@ -279,6 +289,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         file.write(np.array(start_D, token_files.STARTS).tobytes())
         _sync(file)
     said = {"dtype": name, "tokens": count, "documents": len(start_D), "largest": largest}
+    said |= {EMPTY: num_empty} if num_empty else {}
     said |= {"tokenizer": tokenizer_files.identity(shard.tokenizer)}
     said |= {token_files.TOKENIZER_PATH: tokenizer_files.place(shard.tokenizer)}
     said |= {"sha256": token_files.hash_of(temporary[path])}
@@ -290,7 +301,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
 
 
 def _documents(shard: Shard, by: FileTokenizer | None) -> Iterator[np.ndarray]:
-    """The tokens of each document that has one."""
+    """The tokens of each document; none of an empty list of tokens."""
     num_tokens = ByteTokenizer.num_tokens if by is None else by.num_tokens
     texts: list[str] = []
     size = 0
@@ -302,8 +313,9 @@ def _documents(shard: Shard, by: FileTokenizer | None) -> Iterator[np.ndarray]:
         if size >= BATCH_BYTES or not is_text:
             yield from _encoded(texts, by)
             texts, size = [], 0
-        if not isinstance(document, str) and len(document):
-            _refuse_no_token(where, document, num_tokens)
+        if not isinstance(document, str):
+            if len(document):
+                _refuse_no_token(where, document, num_tokens)
             yield document
     yield from _encoded(texts, by)
 

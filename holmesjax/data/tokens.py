@@ -133,7 +133,7 @@ def read(config: DataConfig, length: int) -> Splits:
         place=object_stores.whole(object_stores.path_of(config.corpus)),
         digests={"train": digest(train), "validation": digest(validation)},
         files=digests,
-        left_out=token_formats.left_out(config, files).words,
+        left_out=token_formats.left_out(config, files),
     )
 
 

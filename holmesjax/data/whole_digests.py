@@ -15,24 +15,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from holmesjax.data.corpus_progress import LongWork
 from holmesjax.files import json_text, regular_files
 from holmesjax.files.whole_files import write_whole
 
 FOLDER = ".holmesjax"  # beside the files
 THREADS = 4
 CHUNK_BYTES = 2**22
-SAY_S = 10.0  # between two lines about what is read
 LOCKED_S = 0.2  # between two looks at a file that another process reads
-
-
-class ReadBytes:
-    """Counts the bytes that were read: a sign that a long start goes on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-read_bytes = ReadBytes()
 
 
 def whole_digests(paths: Sequence[Path]) -> list[str]:
@@ -66,18 +56,13 @@ def _try(path: Path) -> str | None:
 
 
 def _read(path: Path) -> str:
-    digest, num_bytes, said_s = hashlib.sha256(), 0, time.monotonic()
+    digest = hashlib.sha256()
     with regular_files.open_file(path, buffering=0) as file:
-        size = max(os.fstat(file.fileno()).st_size, 1)
+        size = os.fstat(file.fileno()).st_size
+        work = LongWork(f"reading {path.name} once for its digest", size)
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
-            num_bytes += len(chunk)
-            read_bytes.count += len(chunk)
-            if time.monotonic() - said_s > SAY_S:
-                said_s = time.monotonic()
-                print(
-                    f"reading {path.name} once for its digest: {num_bytes / size:.0%}", flush=True
-                )
+            work.add(len(chunk))
     return digest.hexdigest()
 
 

@@ -1,14 +1,24 @@
 """Dialogues train on answers alone, whatever packs and reads them."""
 
 import dataclasses
+import hashlib
 import json
+import re
 
 import numpy as np
 import pytest
 
 from holmesjax import config as configs
 from holmesjax.config import DataConfig
-from holmesjax.data import chat, packing, tokenizer_files
+from holmesjax.data import (
+    chat,
+    chat_template,
+    corpus_progress,
+    packing,
+    token_files,
+    tokenizer_files,
+    tokenizer_paths,
+)
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.errors import DataError, HolmesError
 from tests.cases import cases
@@ -121,6 +131,35 @@ def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, mon
     other = chat.read(settings(corpus, folder), LENGTH)
     assert other.digests["train"] != first.digests["train"]
     assert other.files == first.files
+    # A mark that only the class of a model has, in a file that is no part of an identity.
+    (folder / "chat_template.jinja").write_text("{{ pad_token }}" + PLAIN)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    digests = set()
+    for kind in ("falcon", "qwen2"):
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        digests.add(chat.read(settings(corpus, folder), LENGTH).digests["train"])
+    assert len(digests) == 2
+
+
+def test_a_table_of_dialogues_keeps_its_name_where_the_class_is_in_the_identity(
+    tmp_path, folder, monkeypatch
+):
+    """A run that goes on under a later version reads what it has trained with."""
+    kept = []
+    monkeypatch.setattr(packing, "kept_arrays", lambda key, *_: kept.append(key) or {})
+    corpus = write(tmp_path, [{"messages": TURNS}])
+    for named in ("", ', "tokenizer_class": "GPT2Tokenizer"'):
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"' + named + "}")
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
+        if not named:
+            (folder / "config.json").unlink()
+        with pytest.raises(KeyError):  # of the arrays that are not made
+            chat.read(settings(corpus, folder), LENGTH)
+        files = tokenizer_paths.find(folder)
+        about = [chat.VERSION, LENGTH, False]
+        about += [("chat.jsonl", token_files.hash_of(corpus / "chat.jsonl"))]
+        about += [files.identity, chat_template.sources(files), None]
+        assert kept.pop() == hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 @cases(
@@ -163,6 +202,19 @@ def test_tokens_are_made_once_and_anew_for_other_dialogues(tmp_path, folder, mon
             "a training in message 1",
             "true",
         ),
+        (
+            '{"messages": [{"role": "assistant", "content": "b", "loss": false}]}',
+            "a loss in message 1",
+            "false",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "b", "masked": true}]}',
+            "a masked in message 1",
+            "true",
+        ),
+        ('{"prompt": "a", "answer": "b", "weight": 0.5}', "has a weight", "0.5"),
+        ('{"prompt": "a", "answer": "b", "system": "Be brief."}', "a field system", "Be brief."),
+        ('{"prompt": "a", "answer": "b", "documents": [{}]}', "a field documents", "[{}]"),
         ('{"prompt": "a", "answer": "b", "functions": [{}]}', "functions of an older", "functions"),
         (
             '{"prompt": "a", "answer": "b", "chat_template_kwargs": {"messages": 1}}',
@@ -190,6 +242,16 @@ def test_a_line_that_is_no_dialogue_is_refused_with_its_place(
     assert not list(corpus.glob(f"{packing.FOLDER}/*"))  # nothing half made stays
 
 
+def test_fields_that_no_text_has_are_said(tmp_path, folder):
+    """Those of the first dialogue of each file; what a message says may be beside it once more."""
+    system = [{"role": "system", "content": "Be brief."}, *TURNS]
+    write(tmp_path, [{"messages": system, "system": "Be brief.", "source": "web"}])
+    corpus = write(tmp_path, [{"prompt": "a", "answer": "b", "tools": None, "id": 1}], "b.jsonl")
+    (corpus / "x.png").write_bytes(b"\x89PNG\r\n")
+    said = chat.read(settings(corpus, folder), LENGTH).left_out
+    assert said == "1 (picture: 1, x.png); fields of dialogues: id, system, source"
+
+
 def test_a_template_sees_the_variables_of_a_run_and_of_a_line(tmp_path, folder):
     """Those of `apply_chat_template(..., **chat_template_kwargs)`; a line's are the last."""
     think = "{% if thinks is defined and not thinks %}<no>{% endif %}"
@@ -204,6 +266,45 @@ def test_a_template_sees_the_variables_of_a_run_and_of_a_line(tmp_path, folder):
 
     assert begins() == [False, False]
     assert begins(chat_template_kwargs={"thinks": False}) == [False, True]
+
+
+def test_a_variable_and_tools_that_no_template_reads_are_refused(tmp_path, folder):
+    """A misspelt name would train, and generate, as if it were not there."""
+    (folder / "chat_template.jinja").write_text("{% if thinks %}<no>{% endif %}" + MARKED)
+    corpus = write(tmp_path, [{"messages": TURNS, "tools": []}, {"messages": TURNS, "tools": [{}]}])
+    with pytest.raises(DataError, match=r"kwargs: names a variable.*\n.*thinsk\n.*reads: thinks"):
+        chat.read(settings(corpus, folder, chat_template_kwargs={"thinsk": False}), LENGTH)
+    with pytest.raises(DataError, match=r"byte \d+: has tools, and the chat template does not"):
+        chat.read(settings(corpus, folder, chat_template_kwargs={"thinks": False}), LENGTH)
+    template = tokenizer_files.load(folder).template
+    with pytest.raises(DataError, match="--chat-template-kwargs: names a variable"):
+        template.refuse_unread(["thinks", "x"], "--chat-template-kwargs")
+
+
+def test_the_day_of_a_start_is_in_no_token(tmp_path, folder):
+    """A template asks for the date: that of the run or of a line counts, and no clock."""
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('<%d %b %Y>') }}" + MARKED)
+    decode = tokenizer_files.load(folder).decode
+
+    def begins(date=None, **of_line):
+        given = {} if date is None else {"chat_template_kwargs": {"strftime_now": date}}
+        corpus = write(tmp_path, [{"messages": TURNS, **of_line}])
+        rows = chat.read(settings(corpus, folder, **given), 2 * LENGTH).train
+        [(inputs, _)] = trained(rows)
+        return decode(inputs)[:13]
+
+    before = corpus_progress.done.count
+    with pytest.raises(DataError, match=r"asks for the date(.|\n)*--allow data.chat_temp"):
+        begins()
+    with pytest.raises(DataError, match=r"strftime_now that is no date\n  found: 'today'"):
+        begins("today")
+    assert corpus_progress.done.count == before
+    assert begins("2024-07-26") == "<26 Jul 2024>"
+    assert corpus_progress.done.count == before + 2  # a dialogue has tokens, and is in a row
+    own = {"chat_template_kwargs": {"strftime_now": "2023-01-02"}}
+    assert begins("2024-07-26", **own) == begins(**own) == "<02 Jan 2023>"
+    template = chat_template.ChatTemplate.load(folder)  # and whoever asks a model has a clock
+    assert re.match(r"<\d\d \w+ 20\d\d>", template.render(TURNS))
 
 
 def test_an_answer_may_call_tools_without_words(tmp_path, folder):

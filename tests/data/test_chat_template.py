@@ -1,6 +1,7 @@
 """Chat templates: known texts, and templates that must not do harm."""
 
 import json
+import time
 
 import pytest
 
@@ -85,6 +86,16 @@ def test_a_template_that_changes_earlier_turns_needs_blocks():
         template(source).answers(TURNS)
 
 
+@pytest.mark.parametrize("use", ["body | length", "body | trim"])
+def test_what_a_template_says_is_not_changed_or_measured_behind_its_blocks(use):
+    said = "{% generation %}{{ messages[1].content }} {% endgeneration %}"
+    template = ChatTemplate(
+        where="here", source=f"{{% set body %}}{said}{{% endset %}}{{{{ {use} }}}}", variables={}
+    )
+    with pytest.raises(DataError, match="changes or measures"):
+        template.answers(TURNS[:2])
+
+
 def test_marks_of_a_template_are_tokens_and_those_of_a_user_are_refused(folder):
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
@@ -134,6 +145,21 @@ def test_a_template_cannot_do_harm(folder, monkeypatch):
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     with pytest.raises(DataError, match="no chat template named default\n  found: tools"):
         tokenizer_files.load(folder).answer_prompt(of_user("hi"))
+
+
+def test_a_host_that_stands_still_is_no_fault_of_a_template(folder, monkeypatch):
+    """A template that has had no processor has not taken long."""
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.setattr(chat, "LONGEST_S", 0.1)
+    compiled = chat._compiled
+
+    def wait(*arguments):
+        time.sleep(0.4)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(chat, "_compiled", wait)
+    found = ChatTemplate.load(folder).render(of_user("hi"), add_generation_prompt=True)
+    assert found == "hi"
 
 
 def test_a_dialogue_of_several_turns_comes_from_a_file(tmp_path, folder):

@@ -17,9 +17,19 @@ import zstandard
 from pyarrow import parquet
 
 from holmesjax.config import DataConfig
-from holmesjax.data import chat, corpus_files, document_formats, file_kinds, text, tokens
+from holmesjax.data import (
+    chat,
+    corpus as corpora,
+    corpus_files,
+    document_formats,
+    file_kinds,
+    text,
+    tokenizer_paths,
+    tokens,
+)
 from holmesjax.data.documents import Wanted
-from holmesjax.errors import DataError
+from holmesjax.errors import DataError, HolmesError
+from holmesjax.hugging_face import json_file
 from launch.__main__ import main
 from tests.data.object_store import object_store
 
@@ -261,6 +271,106 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     assert found.left_out == f"3 ({kinds}empty.gz)"
 
 
+def test_a_file_unlike_the_rest_is_named_before_it_trains(tmp_path, capsys):
+    rows, texts = tmp_path / "rows", tmp_path / "texts"
+    three = [f"{name}.txt" for name in "abc"]
+    for folder, names in {rows: ["a.jsonl", "b.jsonl.gz"], texts: three}.items():
+        folder.mkdir()
+        for name in names:
+            content = RAW if folder == rows else b"some text, and more of it"
+            (folder / name).write_bytes(gzip.compress(content) if "gz" in name else content)
+        for name in ("README.md", "desktop.ini"):
+            (folder / name).write_text("about the folder")
+    assert tokenized(rows, "--out", tmp_path / "out") == 0
+    said = capsys.readouterr()
+    assert "2 text" not in said.out
+    assert "1 text; most names end in .jsonl; also read: desktop.ini" in said.out
+    assert "left out: 1 (about the rows beside it: 1, README.md)" in said.out
+    words = "most names end in .txt; also read: desktop.ini, README.md"
+    read = corpora.read(DataConfig(corpus=str(texts), validation_fraction=0.0))
+    assert read.left_out == f"nothing; {words}"
+    assert tokenized(texts, "--out", tmp_path / "out2") == 0
+    assert f"files   5 text; {words}" in capsys.readouterr().out
+
+
+def test_names_that_say_that_a_file_trains_twice_or_is_for_tests_are_said(tmp_path, capsys):
+    (rows := tmp_path / "rows").mkdir()
+    for name in ("train-0000-of-0002.jsonl", "train-0001-of-0002.jsonl", "test-0000-of-0001.jsonl"):
+        (rows / name).write_bytes(RAW)
+    (rows / "train-0001-of-0002.jsonl.gz").write_bytes(gzip.compress(RAW))  # gzip --keep
+    assert tokenized(rows, "--out", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    twins = "train-0001-of-0002.jsonl, train-0001-of-0002.jsonl.gz"
+    assert f"of one name, perhaps of one content: {twins}; " in said
+    assert "read beside files for training: test-0000-of-0001.jsonl\n" in said
+    for name in ("b.jsonl.part", "train-0001-of-0002.jsonl.1"):
+        (rows / name).write_bytes(RAW)
+    assert tokenized(rows, "--out", tmp_path / "out2") == 0
+    said = capsys.readouterr().out
+    both = "train-0001-of-0002.jsonl, train-0001-of-0002.jsonl.1, train-0001-of-0002.jsonl.gz"
+    assert f"perhaps of one content: {both}; " in said
+    assert "half downloads, by their names: b.jsonl.part\n" in said
+    (numbers := tmp_path / "numbers").mkdir()
+    for name in ("train.npy", "val.npy"):
+        np.save(numbers / name, np.arange(99) % 256)
+    read = tokens.read(DataConfig(corpus=str(numbers), source="tokens", validation_fraction=0.0), 4)
+    assert read.left_out == "nothing; read beside files for training: val.npy"
+    (texts := tmp_path / "texts").mkdir()
+    for name in ("wiki.train.tokens", "wiki.valid.tokens", "contest.txt"):
+        (texts / name).write_text("some text, and more of it")
+    said = corpora.read(DataConfig(corpus=str(texts), validation_fraction=0.0)).left_out
+    assert said.endswith("; read beside files for training: wiki.valid.tokens")
+
+
+def test_what_others_leave_beside_rows_is_no_second_copy_of_them(tmp_path, capsys):
+    """A task that Spark has not finished, and what `datasets` has kept of a map."""
+    (tmp_path / "spark/_temporary/0").mkdir(parents=True)
+    for place in ("part-0.json", "_temporary/0/part-0.json"):
+        (tmp_path / "spark" / place).write_bytes(RAW)
+    (tmp_path / "cache").mkdir()
+    for name in ("x-train.arrow", "cache-0123456789abcdef.arrow"):
+        (tmp_path / "cache" / name).write_bytes(arrow_bytes(pa.ipc.new_stream))
+    (tmp_path / "cache/dataset_info.json").write_text('{"features": {}}')
+    for folder, names in {"spark": "_temporary", "cache": "cache-0123456789abcdef.arrow"}.items():
+        assert tokenized(tmp_path / folder, "--out", tmp_path / f"{folder}-out") == 0
+        said = capsys.readouterr().out
+        assert "2 documents" in said
+        assert names in said
+    (tmp_path / "cache/dataset_info.json").unlink()  # nothing says of what it is made
+    assert tokenized(tmp_path / "cache", "--out", tmp_path / "out") == 0
+    assert "4 documents" in capsys.readouterr().out
+
+
+def test_a_folder_of_the_hubs_cache_is_no_corpus_and_its_files_are_named(tmp_path, capsys):
+    root = tmp_path / "datasets--me--rows"
+    for version, blob in {"b" * 40: "1", "a" * 40: "2"}.items():
+        (root / "snapshots" / version).mkdir(parents=True)
+        (root / "blobs").mkdir(exist_ok=True)
+        (root / "blobs" / blob).write_bytes(RAW)
+        (root / "snapshots" / version / "rows.jsonl").symlink_to(f"../../blobs/{blob}")
+    (root / "refs").mkdir()
+    (root / "refs/main").write_text("b" * 40)
+    named = f"{root / 'snapshots' / ('b' * 40)}\n"
+    assert tokenized(root, "--out", tmp_path / "out") == 2
+    assert f"fix: name one of them: {named}" in capsys.readouterr().err
+    for use in (tokenizer_paths.find, lambda path: json_file.read(path / "config.json")):
+        with pytest.raises(HolmesError) as error:
+            use(root)
+        assert f"fix: name the folder that has the files: {named}" in f"{error.value}\n"
+    assert tokenized(root / "snapshots" / ("b" * 40), "--out", tmp_path / "out") == 0
+
+
+def test_empty_lists_of_tokens_are_counted(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": [5, 6]}\n{"text": []}\n{"text": ""}\n{"text": []}\n'
+    )
+    for _ in range(2):  # the second finds its shard
+        assert tokenized(tmp_path / "a.jsonl", "--out", tmp_path / "out") == 0
+        said = capsys.readouterr().out
+        assert "2 documents" in said
+        assert "left out: 2 documents that are empty lists of tokens" in said
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -333,7 +443,7 @@ def test_dialogues_are_found_as_documents_are(tmp_path):
     found = chat.read(config, 16)
     assert list(found.files) == ["a.json.gz", "c.json", "deep/b.NDJSON"]
     assert len(found.train.spans) == 5
-    assert found.left_out == "2 (tar archive: 1, d.tar; text: 1, README.md)"
+    assert found.left_out == "2 (about the rows beside it: 1, README.md; tar archive: 1, d.tar)"
 
 
 @pytest.mark.parametrize(
@@ -349,6 +459,37 @@ def test_a_null_among_tokens_is_named_with_file_and_row(tmp_path, name, content,
     message = rf"{where}: has a null among the tokens of `ids`\n  found: null at place 1"
     with pytest.raises(DataError, match=message):
         documents(tmp_path / name, column="ids")
+
+
+def masked(**beside):
+    rows = {"ids": [[1, 2], [3, 4]], **{name: [[1, 1], values] for name, values in beside.items()}}
+    lines = [{name: column[row] for name, column in rows.items()} for row in range(2)]
+    return rows, "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "arrow", "fixed.arrow", "hf"])
+def test_tokens_that_a_field_beside_them_leaves_out_are_refused(tmp_path, ending):
+    """Padding and prompts of a data set that another trainer has made would train."""
+    masks = {"attention_mask": [1, 0], "labels": [3, -100], "loss_mask": [1, 0], "other": [1, 0]}
+    for name, values in masks.items():
+        rows, lines = masked(**{name: values})
+        path = tmp_path / name / f"a.{ending}"
+        path.parent.mkdir()
+        if ending == "hf":
+            datasets.Dataset.from_dict(rows).save_to_disk(path)
+        elif "arrow" in ending:
+            kind = pa.list_(pa.int64(), 2 if "fixed" in ending else -1)
+            table = pa.table({key: pa.array(value, kind) for key, value in rows.items()})
+            with pa.ipc.new_file(path, table.schema) as file:
+                file.write(table)
+        else:
+            path.write_bytes(parquet_bytes(**rows) if ending == "parquet" else lines)
+        if name == "other":
+            assert [list(tokens) for tokens in documents(path, column="ids")] == rows["ids"]
+            continue
+        message = rf"has tokens that its `{name}` leaves out.*\n  found: {values[1]} at place 1"
+        with pytest.raises(DataError, match=message):
+            documents(path, column="ids")
 
 
 @pytest.mark.parametrize(

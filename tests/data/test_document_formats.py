@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
@@ -120,6 +121,13 @@ def remove(name):
 
 
 SECOND = "data-00001-of-00003.arrow"
+SAMPLES = [document.encode() for document in TEXTS] * 9
+DICTIONARY = zstandard.train_dictionary(2048, SAMPLES, dict_id=7)
+WITH_DICTIONARY = zstandard.ZstdCompressor(dict_data=DICTIONARY).compress(SAMPLES[0])
+RAW_DICTIONARY = zstandard.ZstdCompressionDict(
+    b"".join(SAMPLES[:9]), zstandard.DICT_TYPE_RAWCONTENT
+)
+WITH_RAW_DICTIONARY = zstandard.ZstdCompressor(dict_data=RAW_DICTIONARY).compress(SAMPLES[0])
 DAMAGES = {
     "gz cut off": (write_jsonl_gz, cut_off(9), r"a.jsonl.gz: is no whole gzip file\n.*byte \d"),
     "gz header": (write_jsonl_gz, say(b"{]"), r"a.jsonl.gz: is no whole gzip file\n.*begins with"),
@@ -129,6 +137,16 @@ DAMAGES = {
     "zst cut off": (write_jsonl_zst, cut_off(9), r"a.jsonl.zst: is no whole zstd.*\n.*inside of a"),
     "zst header": (write_jsonl_zst, say(b"{]"), r"a.jsonl.zst: is no whole zstd file\n.*begins"),
     "zst flip": (write_jsonl_zst, flip(0.5), r"a.jsonl.zst: is no whole zstd file"),
+    "zst dictionary": (
+        write_jsonl_zst,
+        say(WITH_DICTIONARY),
+        r"a dictionary, which.*\n.*number 7\n",
+    ),
+    "zst dictionary without a number": (
+        write_jsonl_zst,
+        say(WITH_RAW_DICTIONARY),
+        r"a.jsonl.zst: is no whole zstd file\n(.*\n)+.*copy it again; if zstd -D packed it, unpack",
+    ),
     "zst junk": (write_jsonl_zst, say(frames(b"{}") + b"x"), r"no whole zstd file"),
     "lines are gzip": (write_jsonl, say(gzip.compress(b"a")), r"a.jsonl, line 1: is no JSON"),
     "lines are zstd": (write_jsonl, say(frames(b"a")), r"a.jsonl, line 1: is no JSON"),

@@ -10,6 +10,7 @@ import pytest
 from holmesjax import config as configs
 from holmesjax.data import named_corpora, sources
 from holmesjax.data.batches import Batches
+from holmesjax.data.mixing import Schedule, WeightsFrom
 from holmesjax.data.sources import HELD_OUT, ONE_HELD_OUT, WHOLE_SET
 from holmesjax.errors import DataError, HolmesError
 from holmesjax.training_loop import TrainingLoop
@@ -73,6 +74,43 @@ def test_a_mixture_takes_windows_of_each_corpus_by_weight(load):
     by_steps = load(MIXTURE, *grows, "data.mixture_changes=[{steps: 110, weights: {code: 1}}]")
     same = by_steps.data_by_tokens()  # 20 steps of 2 sequences and 90 of 4
     assert same == load(MIXTURE, change).data
+
+
+BY_ISLAND = "data.mixture_by_island={b: {web: 1, code: 3}, c: {code: 1}}"
+ISLANDS = "parallel.across=local_updates", "parallel.clusters=null"
+
+
+def test_an_island_reads_its_own_mixture_and_nothing_of_the_others(load):
+    """However far each is; b's items of web, say, are those with odd places in web's order."""
+    mixed, names = read(load(MIXTURE, BY_ISLAND, *ISLANDS)), ("a", "b", "c")
+    parts = {id(part): name for name, part in mixed.data.train.parts.items()}
+    orders = {
+        name: [one_by_one(mixed, name)._picked(place)[0][1] for place in range(2 * len(part))]
+        for name, part in mixed.data.train.parts.items()
+    }
+    readers = {"web": "ab", "code": "abc"}
+    shares = {"a": (0.75, 0.25), "b": (0.25, 0.75), "c": (0.0, 1.0)}
+    for k, steps in enumerate((10, 7, 3)):
+        taken = [
+            (parts[id(source)], item)
+            for first in range(0, 4 * steps, 4)
+            for source, item in mixed.of_island(k, names)._picked(first)
+        ]
+        for name, share in zip(("web", "code"), shares[names[k]], strict=True):
+            own = [item for source, item in taken if source == name]
+            assert abs(len(own) - share * 4 * steps) <= 1
+            rank, count = readers[name].find(names[k]), len(readers[name])
+            assert sorted(own) == sorted(orders[name][rank::count][: len(own)])
+    assert mixed.digests().keys() - read(load(MIXTURE)).digests().keys() == {"order of islands"}
+
+
+def one_by_one(batches, name):
+    """The sequences of one corpus of a mixture, in its order."""
+    own = batches.data.train
+    schedule = Schedule(list(own.parts), [WeightsFrom(0, {name: 1.0})])
+    train = dataclasses.replace(own, schedule=schedule, by_island={})
+    data = dataclasses.replace(batches.data, train=train)
+    return dataclasses.replace(batches, data=data, global_batch=1)
 
 
 def test_each_validation_set_is_what_its_corpus_holds_out_or_is_named(load):
@@ -199,6 +237,31 @@ def test_digests_name_the_corpus_and_do_not_move_with_another(load, tmp_path):
             "data.mixture_changes[1].steps",
             "must be in tokens",
             "use tokens for all changes",
+        ),
+        ([BY_ISLAND], "data.mixture_by_island", "only for parallel.across: local_updates", "web"),
+        (
+            [BY_ISLAND.replace("c: {code", "c: {cod"), *ISLANDS],
+            "data.mixture_by_island.c",
+            "names no corpus of the mixture",
+            "cod",
+        ),
+        (
+            ["data.mixture_by_island={a: {web: 0}}", *ISLANDS],
+            "data.mixture_by_island.a",
+            "a weight above 0",
+            "0",
+        ),
+        (
+            [BY_ISLAND, "data.mixture_changes=[{tokens: 9, weights: {web: 1}}]", *ISLANDS],
+            "data.mixture_changes",
+            "beside data.mixture_by_island",
+            "1 changes",
+        ),
+        (
+            [BY_ISLAND, "data.mixture=null", "data.corpus=web", *ISLANDS],
+            "data.mixture_by_island",
+            "is only for a mixture",
+            "web",
         ),
         (
             ["train.eval_every=1", "train.eval_batches=999"],

@@ -1,6 +1,10 @@
 """Packed rows hold each target of each document once, with next to no padding."""
 
 import dataclasses
+import errno
+import functools
+import os
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -9,11 +13,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from holmesjax.config import DataConfig
-from holmesjax.data import packing, text, tokens
+from holmesjax.data import corpus_progress, packing, text, tokens
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.data.packing import DocumentRange, Spans, best_fit_decreasing
 from holmesjax.data.sources import Splits
-from holmesjax.errors import DataError, HolmesError
+from holmesjax.errors import DataError, HolmesError, UnreadDataError
 from tests.data.written_token_files import write_own
 
 LENGTH = 16
@@ -107,8 +111,13 @@ def test_each_target_of_each_document_comes_once_however_documents_are_cut(marks
     assert targets_of(rows) == wanted
 
 
-def test_less_than_half_a_percent_is_padding():
-    """Lengths as those of documentation: half of them above 1,000 tokens, and a long tail."""
+def test_less_than_half_a_percent_is_padding(monkeypatch, capsys):
+    """Lengths as those of documentation: half of them above 1,000 tokens, and a long tail.
+
+    Packing is progress of a start, and says how far it is.
+    """
+    monkeypatch.setattr(corpus_progress, "SAY_S", -1.0)
+    before = corpus_progress.done.count
     sizes = np.random.default_rng(0).lognormal(np.log(1000), 1.2, 4000).astype(int) + 2
     start_D = np.cumsum([0, *sizes.tolist()])
     own = DocumentRange(
@@ -119,6 +128,9 @@ def test_less_than_half_a_percent_is_padding():
         marks_end=False,
     )
     rows = packing.packed(Spans([own]), 2048, "", None)
+    assert corpus_progress.done.count == before + 4000
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"packing 4,000 documents into rows: {x}%" for x in (26, 51, 77, 100)]
     assert sum(map(rows.num_targets, range(len(rows)))) == sizes.sum() - len(sizes)
     assert 0 < rows.padding < 0.005
 
@@ -159,10 +171,70 @@ def test_a_table_stands_beside_its_tokens_and_is_made_once(tmp_path, monkeypatch
     monkeypatch.undo()
     write_own(tmp_path / "a.bin", make_documents(300, 40, seed=1))
     assert len(read(tmp_path).train) != len(first.train)
-    for place in tmp_path.glob(".holmesjax/*/place"):
-        place.write_bytes(place.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"is not whole\n  found: place ends at byte .*\n.*remove"):
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda table: os.truncate(table / "place", 7), "place has 7 bytes, sizes says "),
+        (lambda table: (table / "targets").unlink(), ".*No such file.*targets"),
+        (lambda table: os.truncate(table / "sizes", 0), "first has .* bytes, sizes says None"),
+        (lambda table: (table / "sizes").unlink(), ".*No such file.*sizes"),
+        (lambda table: (table / "sizes").write_bytes(b"\xff\xfe"), "'utf-8' codec"),
+    ],
+)
+def test_a_table_that_is_not_whole_is_made_again(tmp_path, spoil, says, capsys):
+    """Nobody has to remove it, as after a crash of the machine that wrote it."""
+    write_own(tmp_path / "a.bin", make_documents(300, 40))
+
+    def targets():
+        rows = read(tmp_path).train
+        return [rows[index].targets.tolist() for index in range(len(rows))]
+
+    expected = targets()
+    for table in tmp_path.glob(".holmesjax/*/place"):
+        spoil(table.parent)
+    assert targets() == expected
+    assert re.search(f"is not whole: {says}.*; it is made again", capsys.readouterr().err)
+    assert targets() == expected
+    assert capsys.readouterr().err == ""  # what is there now is whole
+    assert not list(tmp_path.glob(".holmesjax/*.tmp"))
+
+
+@pytest.mark.parametrize("name", packing.DTYPES)
+def test_a_table_that_is_cut_while_a_run_reads_it_is_named_and_made_again(tmp_path, name):
+    """The system would end the process with SIGBUS."""
+    write_own(tmp_path / "a.bin", make_documents(300, 40))
+    rows = read(tmp_path).train
+    last = len(rows) - 1
+    before = rows[last], rows.num_targets(last)
+    file = getattr(rows.table, name).filename
+    os.truncate(file, 0)
+    with pytest.raises(UnreadDataError, match=f"{file}: was cut\n  found: 0 bytes, not "):
+        _ = rows[last], rows.num_targets(last)
+    again = read(tmp_path).train
+    np.testing.assert_equal((again[last], again.num_targets(last)), before)
+
+
+def test_a_table_that_cannot_be_read_is_not_made_again(tmp_path, monkeypatch):
+    """A server that is away has spoilt nothing."""
+    write_own(tmp_path / "a.bin", make_documents(300, 40))
+    read(tmp_path)
+    monkeypatch.setattr(np, "memmap", raising(errno.ESTALE))
+    with pytest.raises(DataError, match="cannot be read\n  found: Stale file handle"):
         read(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(packing, "pack", None)  # would fail
+    read(tmp_path)
+
+
+def raising(number):
+    """A call that fails with an error of the operating system."""
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_a_folder_that_cannot_be_written_has_its_table_elsewhere(tmp_path, monkeypatch):
@@ -170,6 +242,31 @@ def test_a_folder_that_cannot_be_written_has_its_table_elsewhere(tmp_path, monke
     (tmp_path / packing.FOLDER).write_text("in the way of the folder")
     rows = read(tmp_path).train
     assert sum(map(rows.num_targets, range(len(rows)))) > 1000
+
+
+def test_processes_of_one_number_on_two_hosts_make_folders_of_their_own(tmp_path, monkeypatch):
+    """In containers all have one. A folder half made is removed when nobody writes to it."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    old, new = (tmp_path / packing.FOLDER / f"{name}.1.tmp" for name in ("old", "new"))
+    for left in (old, new):
+        left.mkdir(parents=True)
+        (left / "place").write_bytes(b"1")
+    for path in (old, old / "place"):
+        os.utime(path, (0, 0))
+
+    others = []
+
+    def make(folder, other=False):
+        (folder / "x").write_bytes(bytes(4))
+        if not other:  # the process of another host comes in between
+            make_other = functools.partial(make, other=True)
+            others.append(packing.kept_arrays("k", {"x": "<i8"}, make_other, tmp_path))
+        with (folder / "x").open("ab") as file:
+            file.write(bytes([0, 0, 0, 1]))
+
+    mine = packing.kept_arrays("k", {"x": "<i8"}, make, tmp_path)
+    assert [int(each["x"][0]) for each in (mine, *others)] == [2**56, 2**56]
+    assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_text_is_packed_as_its_files_are(tmp_path):

@@ -1,8 +1,8 @@
 """Data that are gone for seconds are waited for by a run that has trained on them."""
 
+import functools
 import json
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 
 from holmesjax import job as jobs
 from holmesjax.config import DataConfig
-from holmesjax.data import patience, sources
+from holmesjax.data import batches as batches_module, patience, sources
 from holmesjax.data.batches import Batches
 from holmesjax.data.patience import patiently
 from holmesjax.errors import REQUEUE, AbsentDataError, DataError, LostDataError
@@ -100,6 +100,26 @@ def test_data_of_each_kind_that_come_back_are_those_they_were(tmp_path, kind, da
     assert (len(pauses), len(said)) == (3, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "has_trained"),
+    [
+        ("metrics.jsonl", "", False),  # a first start before its first step
+        ("metrics.jsonl", "{}\n", True),
+        ("checkpoints/step_00000010/manifest.json", "{}", True),  # of a folder apart
+        ("checkpoints/step_00000000/manifest.json", "{}", False),  # of weights that were imported
+        ("checkpoints/step_00000010/part_0/d", "", False),
+    ],
+)
+def test_a_run_waits_for_its_data_once_it_has_a_record_or_a_manifest(
+    tmp_path, name, content, has_trained
+):
+    """The folder of a process apart from the launcher's has no records of steps."""
+    assert not jobs.has_trained(tmp_path / "absent")
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(content)
+    assert jobs.has_trained(tmp_path) == has_trained
+
+
 def test_the_wait_has_an_end_after_which_another_start_is_asked_for():
     waits: list[float] = []
 
@@ -113,13 +133,16 @@ def test_the_wait_has_an_end_after_which_another_start_is_asked_for():
     assert LostDataError.exit_status == REQUEUE
 
 
-def test_a_file_that_becomes_short_while_it_is_trained_on_is_read_again(tmp_path, capsys):
+def test_a_file_that_becomes_short_while_it_is_trained_on_is_read_again(
+    tmp_path, capsys, monkeypatch
+):
     config, file = tokens(write_own)(tmp_path / "corpus")
     splits = sources.module_of(config).read(config, LENGTH)
     batches = Batches(data=splits, seed=0, global_batch=1, length=LENGTH, num_validation=0)
     before, whole = batches.train(0).token_NL, file.read_bytes()
     file.write_bytes(b"")
-    threading.Timer(0.2, file.write_bytes, (whole,)).start()
+    restore = lambda seconds: file.write_bytes(whole)
+    monkeypatch.setattr(batches_module, "patiently", functools.partial(patiently, pause=restore))
     np.testing.assert_array_equal(batches.train(0).token_NL, before)
     assert "has become shorter while it was read; it is tried again" in capsys.readouterr().err
 

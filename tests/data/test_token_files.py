@@ -1,9 +1,13 @@
 """Files of tokens: golden bytes, windows, what is damaged, and how little of them is in memory."""
 
+import gzip
 import hashlib
+import io
 import json
+import pickle
 import struct
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -197,7 +201,8 @@ LLM_C = {
     "too long": (resize(".bin", 2), r"a.bin: must have 1,042 bytes.*\n  found: 1,044 bytes"),
     "no header": (resize(".bin", -99), r"a.bin: must have 1,024 bytes before its tokens\n.*943"),
     "negative": (overwrite(".bin", 11, b"\xff"), r"a.bin: must have a number.* at byte 8\n.*-"),
-    "version": (overwrite(".bin", 4, b"\2"), r"a.bin: has no file beside it.*\n.*\n.*data.dtype"),
+    "magic": (overwrite(".bin", 0, b"\0"), r"a.bin: has no file beside it.*\n.*\n.*data.dtype"),
+    "version": (overwrite(".bin", 4, b"\2"), r"a.bin: must have a version of llm.c.*\n.*: 2"),
 }
 NUMPY_FILE = {
     "truncated": (resize(".npy", -1), r"a.npy: must have 164 bytes.*\n  found: ends at byte 163"),
@@ -246,6 +251,94 @@ def test_a_token_that_cannot_be_is_named_with_its_file_and_place(tmp_path):
         read(path, 2).train[0]
     with pytest.raises(DataError, match=r"b.bin: .*\n  found: -1 at byte 12"):
         read(path, 2).train[1]
+
+
+def test_a_header_of_llm_c_is_no_tokens_whatever_its_version(tmp_path):
+    write_llm_c(tmp_path / "a.bin", [[1, 2]], version=2)
+    config = DataConfig(source="tokens", corpus=str(tmp_path), dtype="uint16")
+    with pytest.raises(DataError, match=r"a version of llm\.c"):
+        token_formats.find(config)
+
+
+TEXT = "Once upon a time, in Bärenthal, there was a model.\n" * 40
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+
+
+def zip_bytes():
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+        archive.writestr("archive/data.pkl", TEXT)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+@pytest.mark.parametrize(
+    "content, kind",
+    [
+        (gzip.compress(np.array(STREAM * 99, "<u2").tobytes()), "gzip file"),
+        (zip_bytes(), "zip archive"),
+        (struct.pack("<Q", len(HEADER)) + HEADER + b"\0\0\0\0", "safetensors file"),
+        (TEXT.encode()[:-1], "text"),
+        (b'{"text": "a"}\n' * 9, "JSON lines"),
+        (b"<html>\n<body>404: Not Found</body>\n</html>", "text"),
+        (TEXT.encode("utf-16"), "text in UTF-16"),
+        (b"LITPKDS" + struct.pack("<QBQ", 1, 8, 9) + bytes(64), "packed file of LitGPT"),
+        *((pickle.dumps(STREAM * 99, n), "pickle of Python") for n in (2, 3, 4, 5)),
+        (pickle.dumps(np.array(STREAM), 2), "pickle of Python"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_surely_of_another_kind_is_no_numbers(tmp_path, name, content, kind):
+    (tmp_path / name).write_bytes(content + b" " * (len(content) % 2))
+    for dtype in (None, "uint16"):
+        with pytest.raises(DataError, match=rf"{name}: is no file of tokens\n  found: .*{kind}"):
+            read(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype, width", [("uint16", 4), ("uint16", 8), ("uint32", 8)])
+def test_numbers_wider_than_is_said_are_refused(tmp_path, dtype, width):
+    """They are below the vocabulary, each with a 0 behind it."""
+    tokens = np.arange(40) % 9
+    (tmp_path / "a.bin").write_bytes(tokens.astype(f"<u{width}").tobytes())
+    with pytest.raises(
+        DataError, match=rf"a.bin: has numbers of more bytes than {dtype}.*\n.*0, 0"
+    ):
+        read(tmp_path, dtype=dtype)
+    np.repeat(tokens, 2).astype("<u2").tofile(tmp_path / "a.bin")
+    assert len(read(tmp_path, dtype="uint16").train)
+
+
+def test_a_chunk_of_another_format_is_no_numbers(tmp_path):
+    """LitData puts offsets before the tokens, and says what a chunk is in another file."""
+    chunk = np.array([3, 16, 36, 56, 76], "<u4").tobytes() + np.arange(30, dtype="<u2").tobytes()
+    (tmp_path / "chunk-0-0.bin").write_bytes(chunk)
+    (tmp_path / "index.json").write_text('{"chunks": [{"filename": "chunk-0-0.bin"}]}')
+    with pytest.raises(
+        DataError, match=r"chunk-0-0.bin: is no file.*\n  found: a chunk of LitData"
+    ):
+        read(tmp_path, dtype="uint16")
+    (tmp_path / "index.json").write_text('["chunk-0-0.bin"]')
+    read(tmp_path, dtype="uint16")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"\x1f\x8b\x08\0",
+        b"\xff\xfe",
+        b"\x1f\x9d",
+        b"\xff\xd8",
+        b"\x1f\x9d\x90\0",
+        b"\xff\xd8\xff\0",
+        b"BZ",
+        b"<html>\n ",
+        b"\xfe\xff",
+    ],
+)
+def test_numbers_may_begin_as_files_of_other_kinds_do(tmp_path, begin):
+    numbers = np.arange(50_000, dtype="<u2")
+    (tmp_path / "a.bin").write_bytes(begin + numbers.tobytes())
+    [file] = token_formats.find(DataConfig(source="tokens", corpus=str(tmp_path), dtype="uint16"))
+    assert len(file.token_T) == len(numbers) + len(begin) // 2
 
 
 def test_a_file_of_numbers_alone_must_have_whole_ones_that_are_tokens(tmp_path):

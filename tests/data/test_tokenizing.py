@@ -1,5 +1,6 @@
 """Text to files of tokens: the same tokens as text read at once, and nothing lost by a kill."""
 
+import fcntl
 import gzip
 import json
 import os
@@ -134,20 +135,21 @@ def test_a_killed_command_loses_no_finished_shard(tmp_path):
     words = lambda: " ".join(map(str, random.integers(0, 999, 5000)))
     corpus.write_text("\n".join(json.dumps({"text": words()}) for _ in range(400)))
     command = [sys.executable, "-m", "launch", "tokenize", str(corpus), "--out"]
-    options = ["--tokenizer", "bytes", "--workers", "1", "--shard-bytes", "100000"]
+    options = ["--tokenizer", "bytes", "--workers", "1", "--shard-bytes", "40000"]
     first = subprocess.Popen(
         [*command, str(out), *options], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
+    fcntl.fcntl(first.stderr, fcntl.F_SETPIPE_SZ, 4096)  # it waits once that is full
     assert re.match(r"tokenize: 1 of \d+ shards, ", first.stderr.readline())
     first.kill()
-    first.wait(60)
+    first.wait(240)
     first.stderr.close()
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("shard-*.json")}
     shards = json.loads((out / "tokenize.json").read_text())["shards"]
     assert 0 < len(kept) < len(shards)
     with pytest.raises(DataError, match=r"is not whole: shard-\d+ is missing"):
         tokens.read(DataConfig(corpus=str(out), source="tokens"), 8)
-    subprocess.run([*command, str(out), *options], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([*command, str(out), *options], cwd=ROOT, check=True, timeout=240)
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
     whole = tmp_path / "whole"
     whole.mkdir()

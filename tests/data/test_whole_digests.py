@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from holmesjax.data import whole_digests as module
+from holmesjax.data import corpus_progress, whole_digests as module
 from holmesjax.data.number_files import NumberFile
 from holmesjax.data.object_stores import RangeFile
 from holmesjax.data.token_files import TokenFile
-from holmesjax.data.whole_digests import read_bytes, whole_digests
+from holmesjax.data.whole_digests import whole_digests
 from holmesjax.errors import DataError
 
 
@@ -30,9 +30,9 @@ def by_hand(paths):
 
 
 def num_read(act):
-    before = read_bytes.count
+    before = corpus_progress.done.count
     act()
-    return read_bytes.count - before
+    return corpus_progress.done.count - before
 
 
 def test_processes_that_share_a_folder_read_each_file_once(files):

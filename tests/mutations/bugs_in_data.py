@@ -185,6 +185,17 @@ DATA = (
         ),
     ),
     Bug(
+        name="islands-read-the-same-items",
+        module="holmesjax.data.batches",
+        old="order_B[is_own_B] * turn.readers + turn.number",
+        new="order_B[is_own_B]",
+        wrong="islands with mixtures of their own train on the same sequences",
+        tests=(
+            "tests/data/test_named_corpora.py::"
+            "test_an_island_reads_its_own_mixture_and_nothing_of_the_others",
+        ),
+    ),
+    Bug(
         name="rows-of-a-mixture-stay",
         module="holmesjax.data.batches",
         old="part_B, order_B = source.schedule.picks(first_sequence + row_B)",
