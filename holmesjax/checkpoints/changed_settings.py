@@ -31,7 +31,10 @@ LOGISTICS = (
 OUTER = ("rate", "momentum", "nesterov")  # of the rule of earlier versions
 # The setting of `parallel` that changes the order of sums and is not in the plan; its default.
 OF_EXPERTS: dict[str, Any] = {"expert_placement": "number"}
-WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0}  # of islands in earlier versions
+# Islands take turns at its corpora, in their order, and by their shares of the batch.
+BY_ISLAND = "data.mixture_by_island"
+# Of islands in earlier versions.
+WHOLE_MEETINGS = {"fragments": 1, "delay": 0, "blend": 1.0, "shares": None}
 
 
 class Change(NamedTuple):
@@ -77,9 +80,10 @@ def settings(job: Job) -> dict[str, dict[str, Any]]:
         names = {"across": parallel.across, "islands": clusters, "every": parallel.meets_every}
         steps, share = steps_of(parallel), parallel.global_share
         streaming = {"fragments": steps.fragments, "delay": steps.delay, "blend": share}
-        found["parallel"] = {**names, **streaming, "outer": outer}
+        shares = list(job.plan.batch_shares) if len({*job.plan.batch_shares}) > 1 else None
+        found["parallel"] = {**names, "shares": shares, **streaming, "outer": outer}
     found["data"]["tokenizer"] = tokenizer_files.identity(job.config.data.tokenizer)
-    return {**found, "versions": jobs.versions()}
+    return {**found, "versions": {**jobs.versions(), **job.own_sources}}
 
 
 def changes_since(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
@@ -98,10 +102,15 @@ def changes_since(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
             own = saved.get(section, {})
             if name not in own and now == _default(section, name):
                 continue  # a setting that there was not yet
+            if name not in own and section == "versions":
+                continue  # which was not kept yet, or the code is new like its setting
             if (was := own.get(name)) != now:
                 is_tokenizer = (section, name) == ("data", "tokenizer")  # of which these are hashes
                 words = _tokenizers(job, was) if is_tokenizer else ""
                 yield Change(f"{section}.{name}", was, now, words)
+                is_turn = section == "parallel" and name in ("islands", "shares")
+                if is_turn and job.config.data.mixture_by_island:
+                    yield Change(BY_ISLAND, was, now, f"{name} {show(was)} -> {show(now)}")
     if (was := checkpoint.manifest["plan_hash"]) != (now := job.plan.hash()):
         yield Change("plan", was, now)
 

@@ -136,9 +136,8 @@ class Saves:
             failures = list(self._failures.values())
             left_s = self._limit_s - (failure.seconds - failures[0].seconds)
             self._is_spent = len(failures) > 1 and left_s <= 0
-            end = (
-                "" if self._is_spent else f"; the next is tried in {units.duration(self._pause_s)}"
-            )
+            pause = units.duration(self._pause_s)  # unless one is due before
+            end = "" if self._is_spent else f"; the next is tried in {pause} at the latest"
             if left_s > 0:
                 end += f", and the run ends if saves fail for {units.duration(left_s)} more"
             self._warn(f"warning: no checkpoint after step {step}: {reason}{end}")
@@ -198,7 +197,11 @@ def _settings(start: Start) -> dict[str, dict[str, Any]]:
     if "parallel" in kept:
         clusters, parallel = island_states.clusters_of(job.plan), job.config.parallel
         kept["parallel"]["since"] = island_states.since(
-            start.checkpoint, clusters, steps_of(parallel), parallel.outer_rule
+            start.checkpoint,
+            clusters,
+            steps_of(parallel),
+            parallel.outer_rule,
+            job.plan.batch_shares,
         )
     return kept
 

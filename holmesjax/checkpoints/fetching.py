@@ -102,6 +102,28 @@ def fetch(
     progress.end(f"fetched {names}")
 
 
+def bring_uploads(checkpoint: Checkpoint, say: Callable[[str], object]) -> None:
+    """Brings the parts here that only an object store has; raises as `fetch`.
+
+    Raises CheckpointError if others are elsewhere.
+    """
+    run_dir = checkpoint.path.parent.parent
+    parts = uploads_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
+    fetch(run_dir, checkpoint, parts, None, lambda: None, say)
+    manifest.refuse_elsewhere(checkpoint)
+
+
+def bring_of_url(checkpoint: Checkpoint, say: Callable[[str], object]) -> None:
+    """Does that for a run at a URL; the folder of another is only read, and its parts are here.
+
+    Raises as `bring_uploads`.
+    """
+    if places.url_of(checkpoint.path.parent.parent):
+        bring_uploads(checkpoint, say)
+    else:
+        manifest.refuse_elsewhere(checkpoint)
+
+
 @dataclass(frozen=True)
 class Upload:
     """A part of a checkpoint in an object store.

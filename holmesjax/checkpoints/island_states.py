@@ -36,6 +36,12 @@ def _each_once(names: Iterable[str]) -> Clusters:
     return tuple(sorted({cluster for name in names for cluster in name.split("+")}))
 
 
+def shares(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The share of the batch that each island took that has written a checkpoint."""
+    unlike = checkpoint.settings["parallel"].get("shares")  # None in earlier versions, too
+    return tuple(unlike or [1] * len(written(checkpoint)))
+
+
 def are_the_same(old: Sequence[Clusters], new: Sequence[Clusters]) -> bool:
     """Whether the same islands go on, in whatever order.
 
@@ -50,11 +56,26 @@ def rule(checkpoint: Checkpoint) -> OuterConfig:
     return OuterConfig(**checkpoint.settings["parallel"]["outer"])
 
 
-def go_on_exactly(checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig) -> bool:
-    """Whether the same islands go on, and keep the same arrays between their meetings."""
+def go_on_exactly(
+    checkpoint: Checkpoint,
+    new: Sequence[Clusters],
+    outer: OuterConfig,
+    new_shares: Sequence[int] = (),
+) -> bool:
+    """Whether the same islands go on, and keep the same arrays between their meetings.
+
+    Islands with other shares of the batch (`new_shares`; empty: equal ones) do not: what they have
+    trained since their last meeting has the weight of their old shares.
+    """
     before = rule(checkpoint)
     is_the_same = (before.rule, before.codec) == (outer.rule, outer.codec)
-    return is_the_same and are_the_same(written(checkpoint), new)
+    return is_the_same and _are_alike(checkpoint, new, new_shares)
+
+
+def _are_alike(checkpoint: Checkpoint, new: Sequence[Clusters], new_shares: Sequence[int]) -> bool:
+    """Whether islands of the same clusters go on, with the same shares of the batch."""
+    old = zip(written(checkpoint), shares(checkpoint), strict=True)
+    return sorted(old) == sorted(zip(new, new_shares or [1] * len(new), strict=True))
 
 
 def sources(old: Sequence[Clusters], own: Clusters) -> list[int]:
@@ -81,14 +102,18 @@ def is_between_meetings(checkpoint: Checkpoint) -> bool:
 
 
 def meeting_steps(
-    checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig
+    checkpoint: Checkpoint,
+    new: Sequence[Clusters],
+    outer: OuterConfig,
+    new_shares: Sequence[int] = (),
 ) -> MeetingSteps | None:
     """The steps after which the islands met that have written a checkpoint; None for other islands.
 
-    `new` are the islands that go on, by the rule `outer`; by another rule they count as others.
+    `new` are the islands that go on, by the rule `outer`; by another rule, or with other shares of
+    the batch, they count as others.
     `since` is such that `in_flight` gives what was on its way.
     """
-    if not written(checkpoint) or not go_on_exactly(checkpoint, new, outer):
+    if not written(checkpoint) or not go_on_exactly(checkpoint, new, outer, new_shares):
         return None
     parallel, steps = checkpoint.settings["parallel"], checkpoint.settings["train"]["steps"]
     # Earlier versions had neither fragments nor a delay, or did not tell since when.
@@ -104,6 +129,7 @@ def since(
     new: Sequence[Clusters],
     steps: MeetingSteps,
     outer: OuterConfig,
+    new_shares: Sequence[int] = (),
 ) -> int:
     """The step since which islands meet after such steps, for the checkpoints of a session.
 
@@ -112,20 +138,29 @@ def since(
       new: its islands.
       steps: after which they meet.
       outer: by which rule.
+      new_shares: of the batch, of each; empty: equal ones.
     """
     if checkpoint is None:
         return 0
-    before = meeting_steps(checkpoint, new, outer)
+    before = meeting_steps(checkpoint, new, outer, new_shares)
     is_the_same = before is not None and replace(before, since=0) == steps
     return before.since if before is not None and is_the_same else checkpoint.step
 
 
-def describe(checkpoint: Checkpoint, new: Sequence[Clusters], outer: OuterConfig) -> list[str]:
+def describe(
+    checkpoint: Checkpoint,
+    new: Sequence[Clusters],
+    outer: OuterConfig,
+    new_shares: Sequence[int] = (),
+) -> list[str]:
     """Lines about what goes on with what islands have written, where others, or another rule do."""
     old = written(checkpoint)
-    if not old or (new and go_on_exactly(checkpoint, new, outer)):
+    if not old or (new and go_on_exactly(checkpoint, new, outer, new_shares)):
         return []
-    others = "islands of another rule have" if are_the_same(old, new) else "other ones have"
+    others = "other ones have"
+    if are_the_same(old, new):
+        has_shares = _are_alike(checkpoint, new, new_shares)
+        others = f"islands of {'another rule' if has_shares else 'other shares'} have"
     lines = [f"  islands     {others} written it; those here begin with the global weights"]
     if is_between_meetings(checkpoint):
         before = rule(checkpoint)

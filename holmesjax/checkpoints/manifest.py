@@ -23,10 +23,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
+
+from pydantic import StrictInt, TypeAdapter, ValidationError
 
 from holmesjax.checkpoints import committed
 from holmesjax.errors import (
@@ -34,6 +36,7 @@ from holmesjax.errors import (
     CheckpointError,
     DamagedError,
     GoneError,
+    HolmesError,
     PeerError,
     raise_if_passing,
 )
@@ -62,12 +65,34 @@ Move = Callable[[Path, Path], None]  # renames what the owner of a run takes awa
 
 
 @dataclass(frozen=True, kw_only=True)
+class _File:
+    bytes: StrictInt
+    sha256: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """The form of what is read of a manifest, which may be another's; the rest may be anything."""
+
+    step: StrictInt
+    files: dict[str, _File]
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stores: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+_FORM = TypeAdapter(_Form)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """One finished checkpoint on disk."""
 
     path: Path
     step: int  # optimizer steps done
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # empty if it cannot be read
+    unread: str = ""  # why it cannot be read
+    withheld: HolmesError | None = None  # where it may be sound, and is not to be read
 
     @property
     def sequences(self) -> int:
@@ -82,12 +107,12 @@ class Checkpoint:
 
 
 def find(run_dir: str | Path) -> list[Checkpoint]:
-    """Finished checkpoints of a run, newest first.
+    """Finished checkpoints of a run, newest first; `verify` tells of a manifest that is withheld.
 
     Raises CheckpointError if its folders may not be read, PeerError if they cannot be read now.
     """
     with _told(run_dir):
-        return [at(path) for _, path in reversed(finished(run_dir))]
+        return [_read(path) for _, path in reversed(finished(run_dir))]
 
 
 @contextlib.contextmanager
@@ -96,22 +121,47 @@ def _told(run_dir: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = CheckpointError if error.errno in FINAL else PeerError
-        fix = "make it readable" if what is CheckpointError else "start again with the same command"
-        where = str(error.filename or Path(run_dir) / FOLDER)
-        raise what(where, "cannot be read", found=error.strerror, fix=fix) from None
+        raise error_of(error, Path(run_dir) / FOLDER) from None
+
+
+def error_of(error: OSError, path: Path) -> HolmesError:
+    """The error of a file that cannot be read: CheckpointError, or PeerError where that may pass.
+
+    The path is that of the error, or else the one that is given.
+    """
+    what = CheckpointError if error.errno in FINAL else PeerError
+    fix = "make it readable" if what is CheckpointError else "start again with the same command"
+    where = str(error.filename or path)
+    return what(where, "cannot be read", found=error.strerror, fix=fix)
 
 
 def at(path: Path) -> Checkpoint:
-    """The checkpoint in a folder; one whose manifest cannot be read has an empty one."""
+    """The checkpoint in a folder; one whose manifest is missing or damaged has an empty one.
+
+    A manifest that is withheld raises CheckpointError, or PeerError where that may pass.
+    """
+    checkpoint = _read(path)
+    if checkpoint.withheld:
+        raise checkpoint.withheld
+    return checkpoint
+
+
+def _read(path: Path) -> Checkpoint:
     match = STEP.fullmatch(path.name)
     assert match, path
+    step = int(match[1])
     try:
         content = json_text.read(path / MANIFEST)
-    except (OSError, ValueError):
-        content = None
-    manifest = content if isinstance(content, dict) else {}
-    return Checkpoint(path=path, step=int(match[1]), manifest=manifest)
+    except OSError as error:
+        if error.errno in WITHHELD:
+            told = error_of(error, path / MANIFEST)
+            return Checkpoint(path=path, step=step, manifest={}, withheld=told)
+        return Checkpoint(path=path, step=step, manifest={}, unread=error.strerror or str(error))
+    except ValueError as error:
+        return Checkpoint(path=path, step=step, manifest={}, unread=str(error))
+    if not isinstance(content, dict):
+        return Checkpoint(path=path, step=step, manifest={}, unread="it is no object of JSON")
+    return Checkpoint(path=path, step=step, manifest=content)
 
 
 def wait_for(run_dir: str | Path, step: int) -> Checkpoint:
@@ -141,6 +191,12 @@ def _appears(run_dir: str | Path, step: int, pause: Callable[[float], object] = 
         pause(pause_s)
         pause_s = min(2 * pause_s, 5.0)
     return True
+
+
+def newest_step(run_dir: str | Path) -> int:
+    """The step of the newest checkpoint, whole or not; 0 without one. Raises as `find` does."""
+    with _told(run_dir):
+        return max(dict(finished(run_dir)), default=0)
 
 
 def finished(run_dir: str | Path) -> list[tuple[int, Path]]:
@@ -188,17 +244,22 @@ def refuse_elsewhere(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError where parts are in other stores, for whoever fetches nothing."""
     if away := elsewhere(checkpoint):
         found = ", ".join(f"{part} in {place_of(x)}" for part, x in away.items())
-        fix = f"bring them together: python -m launch gather {checkpoint.path.parent.parent} --to "
-        fix += "FOLDER, and use that folder"
+        fix = "bring them together: python -m launch gather "
+        fix += f"{places.shown(checkpoint.path.parent.parent)} --to FOLDER, and use that folder"
         raise CheckpointError(str(checkpoint.path), "has parts elsewhere", found=found, fix=fix)
 
 
 def verify(checkpoint: Checkpoint) -> None:
     """Raises DamagedError unless every file has its size, and each small file its SHA-256.
 
-    Parts that are `elsewhere` are not looked at. A file that is withheld raises as in `find`.
+    Parts that are `elsewhere` are not looked at. A file that is withheld raises as in `at`.
     """
     manifest = checkpoint.manifest
+    if checkpoint.withheld:
+        raise checkpoint.withheld
+    if checkpoint.unread:
+        problem = "is damaged: it cannot be read"
+        raise damaged(checkpoint, MANIFEST, problem, checkpoint.unread)
     if not is_sound(manifest):
         raise damaged(
             checkpoint,
@@ -239,7 +300,12 @@ def verify(checkpoint: Checkpoint) -> None:
 
 def is_sound(manifest: Mapping[str, Any]) -> bool:
     """Whether a manifest is of this format, and as it was written."""
-    return manifest.get("format") == FORMAT and manifest.get("sha256") == _manifest_sha256(manifest)
+    is_written = manifest.get("sha256") == _manifest_sha256(manifest)
+    try:
+        _FORM.validate_python(manifest)
+    except ValidationError:
+        return False
+    return is_written and manifest.get("format") == FORMAT
 
 
 def damaged(checkpoint: Checkpoint, name: str, problem: str, found: object) -> DamagedError:
@@ -453,7 +519,7 @@ def describe(
     files: Files,
     stores: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> str:
-    """The text of the manifest of parts that were written after a step.
+    """The text of the manifest of parts that were written after a step, with the time now.
 
     Args:
       sequences: consumed before it.
@@ -466,6 +532,7 @@ def describe(
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
+        "time_s": round(time.time(), 3),
         "sequences": sequences,
         "settings": settings,
         "data": data,

@@ -1,7 +1,8 @@
 """The copy of a run folder in an object store: written before a checkpoint counts. No JAX.
 
     s3://bucket/name/store.json, store_owner.json       as in `stores`
-                     config.yaml, metrics.jsonl, ...    as the run folder has them
+                     config.yaml, allowed.json, ...     as the run folder has them
+                     metrics.json, metrics/             the records of steps (`record_parts`)
                      checkpoints/step_00000100/START/part_0/    written by the process that saved it
                                                manifest.json    written last, and never replaced
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints.record_parts import RecordParts
 from holmesjax.data import object_stores, optional_packages
 from holmesjax.errors import ConfigError, HolmesError, LeaseError, LostLeaseError, of_system
 from holmesjax.files import places, run_folder
@@ -31,22 +33,26 @@ from holmesjax.files.whole_files import write_whole
 from holmesjax.liveness.lease import Lease
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
-# So that a store that is away fails a save within a minute or two. s3fs tries five times itself.
+# A store that is busy, or that makes a mistake, answers a moment later. One that is away fails a
+# save within a minute or two.
 CONNECT_S, READ_S = 10, 60
+TRIES, TRIES_OF_CLIENT = 5, 2  # of botocore, for each of s3fs, which knows few passing errors
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "s3": {
+        "max_concurrency": 1,  # else a small object is asked for its size, whose errors say nothing
         "config_kwargs": {
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
-            "retries": {"max_attempts": 0},
-        }
+            "retries": {"mode": "standard", "total_max_attempts": TRIES},
+        },
     }
 }
+PASSING = ("ExpiredToken", "RequestTimeTooSkewed")  # refusals that a later start may not meet
 THREADS = 4  # files that are written at once; each holds a block or two
 BLOCK_BYTES = 16 << 20
 MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
 # Of a run folder, besides what a process of another store needs (`stores.run_files`).
-RUN_FILES = (run_folder.METRICS, run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES)
+RUN_FILES = (run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES)
 DAMAGED = "manifest.damaged.json"  # of a checkpoint that counts no more
 
 
@@ -63,9 +69,12 @@ class Mirror:
         self._root = url.partition("://")[2]
         self.start = ""  # until `begin`
         self._published: dict[str, tuple[int, int]] = {}  # size and time of each file that is there
+        self._records = RecordParts(self)
         self._committed: set[int] = set()  # steps whose manifest is known to be there
         self._dropped: set[int] = set()  # damaged checkpoints, of which the URL is not rid yet
         self._followed: tuple[Path, Collection[int], int] | None = None  # which is not done yet
+        self._warned: set[str] = set()  # what has been said since all went well
+        self._is_failing = False
         self._follower = ThreadPoolExecutor(1, "mirror")
 
     @functools.cached_property
@@ -75,7 +84,15 @@ class Mirror:
             importlib.import_module(CLIENTS[scheme])
             fsspec = importlib.import_module("fsspec")
         options = OPTIONS.get(scheme, {})
-        return fsspec.filesystem(scheme, use_listings_cache=False, **options)
+        store = fsspec.filesystem(scheme, use_listings_cache=False, **options)
+        if scheme == "s3":
+            store.retries = TRIES_OF_CLIENT
+        return store
+
+    def _renew(self) -> None:
+        """Makes another client for the next request, which reads the credentials anew."""
+        if store := self.__dict__.pop("_store", None):
+            type(store).clear_instance_cache()
 
     def close(self) -> None:
         """Waits for what follows a commit."""
@@ -90,6 +107,8 @@ class Mirror:
         try:
             yield
         except object_stores.errors() as error:
+            if not isinstance(error, FileNotFoundError | FileExistsError):
+                self._renew()
             number = (isinstance(error, OSError) and error.errno) or _number(error)
             where = f"{self.url}/{name}" if name else self.url
             raise OSError(number, object_stores.said_by(error), where) from None
@@ -149,9 +168,14 @@ class Mirror:
         return {path[first:]: int(facts["size"]) for path, facts in found.items()}
 
     def remove(self, names: Collection[str]) -> None:
-        with self._telling():
-            if names:
-                self._store.rm([self._at(name) for name in names])
+        """Removes objects, one by one: of those in a list s3fs does not say which are refused."""
+
+        def remove_one(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError), self._telling(name):
+                self._store.rm_file(self._at(name))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(remove_one, names))
 
     # ---- whose it is ---------------------------------------------------------------------------
 
@@ -164,13 +188,20 @@ class Mirror:
         self.start = start
         if writes:
             stores.refuse_earlier(self.url, start, self._owner())
-            self.put(stores.OWNER, json.dumps({"start": start}).encode())
+            self.put(stores.OWNER, stores.owner_text(start).encode())
             self._dropped.update(dropped)
             self._drop()
 
     def check(self) -> None:
-        """Raises LostLeaseError if another start has begun since."""
-        if (found := self._owner()) != self.start:
+        """Raises LostLeaseError if another start has begun since.
+
+        A record that is gone is written again: a rule of a bucket may remove objects by their age.
+        """
+        if not (found := self._owner()):
+            with contextlib.suppress(FileExistsError):
+                self.put(stores.OWNER, stores.owner_text(self.start).encode(), replaces=False)
+            found = self._owner()
+        if found != self.start:
             raise stores.superseded(self.url, found)
 
     def _owner(self) -> str:
@@ -276,16 +307,22 @@ class Mirror:
     def withdraw(self, step: int) -> None:
         """Takes a commit back."""
         self._committed.discard(step)
-        with contextlib.suppress(FileNotFoundError):
-            self.remove([stores.name_in(step, manifest.MANIFEST)])
+        self.remove([stores.name_in(step, manifest.MANIFEST)])
 
     def _drop(self) -> None:
-        """Takes back the commits of damaged checkpoints, whose steps can then be saved again."""
+        """Takes back the commits of damaged checkpoints, whose steps can then be saved again.
+
+        A store that lets nothing be removed is told, and holds no start up.
+        """
         for step in sorted(self._dropped):
-            if content := self.read(stores.name_in(step, manifest.MANIFEST)):
-                self.put(stores.name_in(step, DAMAGED), content)
-                self.withdraw(step)
-            self._dropped.discard(step)
+            try:
+                if content := self.read(stores.name_in(step, manifest.MANIFEST)):
+                    self.put(stores.name_in(step, DAMAGED), content)
+                    self.withdraw(step)
+            except PermissionError as error:
+                self._warn(error)
+            else:
+                self._dropped.discard(step)
 
     def _publish(self, folder: Path) -> None:
         """Writes the files of the run that have changed."""
@@ -296,6 +333,8 @@ class Mirror:
                 if self._published.get(name) != version:
                     self.put_file(folder / name, name)
                     self._published[name] = version
+        with contextlib.suppress(FileNotFoundError):
+            self._records.publish(folder / run_folder.METRICS)
 
     def follow(
         self, folder: Path, steps: Collection[int], last: int, dropped: Collection[int] = ()
@@ -321,10 +360,9 @@ class Mirror:
         self._follow_now(*followed)
 
     def _follow_now(self, folder: Path, steps: Collection[int], last: int) -> None:
+        self._is_failing = False
         self._drop()
         self._publish(folder)
-        if steps:
-            self.keep(steps, last)
         for step in sorted(set(steps) - self._committed):  # that could not be written at the time
             path = manifest.folder_of(folder, step) / manifest.MANIFEST
             if not path.is_file():
@@ -332,6 +370,11 @@ class Mirror:
             if not self._has(name := stores.name_in(step, manifest.MANIFEST)):
                 self.put(name, path.read_bytes(), replaces=False)
             self._committed.add(step)
+        if steps:
+            self.keep(steps, last)  # last: a store may let nothing be removed
+        self._records.tidy(self.check)
+        if not self._is_failing:
+            self._warned.clear()
 
     def _tell(self, do: Callable[[], object]) -> None:
         try:
@@ -339,7 +382,14 @@ class Mirror:
                 self.check()
                 do()
         except Exception as error:  # else nobody hears of it
-            why = " ".join(str(error).split())
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        """Says an error, once in a row of failures: a store may refuse the same each time."""
+        self._is_failing = True
+        why = " ".join(str(error).split())
+        if why not in self._warned:
+            self._warned.add(why)
             self._say(f"warning: {self.url} is not up to date, which is tried again: {why}")
 
     def keep(self, steps: Collection[int], last: int) -> None:
@@ -366,15 +416,17 @@ class Mirror:
         own = stores.known_identifier(folder)
         if not stores.is_of(owner := self._owner(), own):
             names = [name for name in (*stores.RUN_FILES, *RUN_FILES) if self._has(name)]
-            for run_folder in stores.RUN_FOLDERS:
-                names += self.listed(run_folder)
+            for name in stores.RUN_FOLDERS:
+                names += self.listed(name)
+            metrics = folder / run_folder.METRICS
+            if not self._records.bring(metrics, say):  # of an earlier version
+                names += self.listed(run_folder.METRICS)
             for name in names:
                 self._pull_file(folder, name)
             if owner:
                 say(f"run folder  {len(names)} files from {self.url}, which another start wrote")
         here = dict(manifest.finished(folder))
-        is_sound = lambda path: manifest.is_sound(manifest.at(path).manifest)
-        damaged = {step for step, path in here.items() if not is_sound(path)}
+        damaged = {step for step, path in here.items() if not _is_sound(path)}
         for step in sorted(set(self.steps()) - (set(here) - damaged)):
             path = manifest.folder_of(folder, step)
             if path.exists() and step not in damaged:  # parts of another save than the manifest's
@@ -385,13 +437,22 @@ class Mirror:
 
     def _pull_file(self, folder: Path, name: str) -> None:
         try:
-            path = folder / name if name in RUN_FILES else stores.place_of(folder, name)
+            is_own = name in (*RUN_FILES, run_folder.METRICS)
+            path = folder / name if is_own else stores.place_of(folder, name)
         except ValueError:  # somebody else has put it there
             return
         content = self.read(name)
         if content is not None and (not path.is_file() or path.read_bytes() != content):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether the manifest of a checkpoint here is whole; the store has those that are not."""
+    try:
+        return manifest.is_sound(manifest.at(path).manifest)
+    except HolmesError:  # it may not be read, or not now
+        return False
 
 
 def _folder_of(step: int) -> str:
@@ -409,6 +470,9 @@ def _text_in(content: bytes | None, field: str) -> str:
 
 def _number(error: Exception) -> int:
     """The number of an error whose client gives none."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    if answer.get("Error", {}).get("Code") in PASSING:
+        return errno.EIO
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
     if isinstance(error, FileExistsError):

@@ -21,10 +21,27 @@ def unread(error: Exception) -> str | None:
     return reason(cause) if isinstance(cause, OSError | ValueError) else None
 
 
+def number_of(error: BaseException | None) -> int | None:
+    """The number of the system's error behind one of Orbax's, if it tells one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        if (number := _told_number(error)) is not None:
+            return number
+        error = error.__cause__
+    return None
+
+
+def _told_number(error: BaseException) -> int | None:
+    """The number of the system's error that a text of TensorStore tells."""
+    told = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(told[1]) if told else None
+
+
 def reason(error: Exception) -> str:
     """In one line, without the chain of calls that TensorStore tells."""
-    if number := re.search(r"os_error_code='(\d+)'", str(error)):
-        return os.strerror(int(number[1]))
+    if (number := _told_number(error)) is not None:
+        return os.strerror(number)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return str(error).splitlines()[0]

@@ -5,6 +5,8 @@ An array comes onto devices, or into NumPy chunk by chunk.
 
 import gc
 import itertools
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,13 @@ import tensorstore as ts
 from holmesjax.checkpoints import digests, manifest
 from holmesjax.checkpoints.array_keys import Arrays, flatten
 from holmesjax.checkpoints.manifest import Checkpoint
-from holmesjax.checkpoints.orbax_errors import silence_orbax, unread
+from holmesjax.checkpoints.orbax_errors import number_of, silence_orbax, unread
+from holmesjax.data.corpus_progress import WorkDone
+
+GROUP_BYTES = 2**31  # of arrays that are read together, at most
+
+
+read_arrays = WorkDone()
 
 
 def read_tree(
@@ -31,7 +39,10 @@ def read_tree(
     part_of = {key: known[key]["part"] for key in wanted}
     arrays: Arrays = {}
     for part in sorted(set(part_of.values())):
-        arrays |= _read(checkpoint, part, {k: x for k, x in wanted.items() if part_of[k] == part})
+        own = {key: x for key, x in wanted.items() if part_of[key] == part}
+        for group in _groups(own):
+            arrays |= _read(checkpoint, part, group)
+            read_arrays.count += len(group)
     # Orbax gives back the shape where the file system has no array, or its metadata say so.
     kinds = jax.Array, np.ndarray
     if missing := [key for key in wanted if not isinstance(arrays[key], kinds)]:
@@ -43,6 +54,20 @@ def read_tree(
             problem = f"is damaged: the digest of {key} should be {known[key]['digest']}"
             raise manifest.damaged(checkpoint, part_of[key], problem, digest)
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[key] for key in wanted])
+
+
+def _groups(shapes: Arrays) -> Iterator[Arrays]:
+    """Arrays in their order, of up to `GROUP_BYTES` together; the same in all processes."""
+    group: Arrays = {}
+    num_bytes = 0
+    for key, x in shapes.items():
+        own = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+        if group and num_bytes + own > GROUP_BYTES:
+            yield group
+            group, num_bytes = {}, 0
+        group[key] = x
+        num_bytes += own
+    yield group
 
 
 def verify_arrays(
@@ -70,11 +95,13 @@ def _read(checkpoint: Checkpoint, part: str, shapes: Arrays) -> Arrays:
     try:
         return (_read_numpys if is_numpys else _read_onto_devices)(checkpoint.path / part, shapes)
     except Exception as error:
-        reason = unread(error)
+        reason, number = unread(error), number_of(error)
         if reason is None:
             raise
     # Reads that Orbax has abandoned would print a traceback each when Python ends.
     gc.collect()
+    if number in manifest.WITHHELD:
+        raise manifest.error_of(OSError(number, os.strerror(number)), checkpoint.path / part)
     raise manifest.damaged(checkpoint, part, "is damaged: its arrays cannot be read", reason)
 
 

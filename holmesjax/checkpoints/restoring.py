@@ -60,8 +60,8 @@ def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]
       CheckpointError: the checkpoint has other arrays than the model; nothing is read.
       DamagedError: an array cannot be read, or is not what was written.
     """
-    model, settings = chunks[0].model, checkpoint.settings["optimizer"]
-    optimizer = chunks[0].optimizer.as_written(settings)
+    model = chunks[0].model
+    optimizer = chunks[0].optimizer.as_written(_optimizer_settings(checkpoint))
     params, fixed = _param_shapes(model, _written(checkpoint))
     wide = jax.tree.map(lambda x: x.update(dtype="float32"), params)
     opt_state = jax.eval_shape(optimizer.init, wide) if _has_optimizer(checkpoint) else {}
@@ -81,6 +81,12 @@ def restore(checkpoint: Checkpoint, chunks: Sequence[Chunk]) -> list[ChunkState]
 def _has_optimizer(checkpoint: Checkpoint) -> bool:
     """Whether it has the state of an optimizer; a checkpoint of imported weights has none."""
     return any(key.startswith("opt_state.") for key in checkpoint.manifest["arrays"])
+
+
+def _optimizer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The argument of `Optimizer.as_written`; earlier versions of islands had no `missed`."""
+    jumps = any(key.endswith("opt_state.missed") for key in checkpoint.manifest["arrays"])
+    return {**checkpoint.settings["optimizer"], "jumps": jumps}
 
 
 def has_average(checkpoint: Checkpoint) -> bool:
@@ -140,7 +146,7 @@ def _restore_of_islands(checkpoint: Checkpoint, chunk: Chunk) -> ChunkState:
     found = island_states.sources(old, own)
     fixed = read_tree(checkpoint, {"fixed": shapes.fixed})["fixed"]
     opt_state = _mean_moments(checkpoint, chunk, shapes.opt_state, found)
-    if island_states.go_on_exactly(checkpoint, chunk.islands, chunk.outer):
+    if island_states.go_on_exactly(checkpoint, chunk.islands, chunk.outer, chunk.island_shares):
         name_of = lambda key: f"island_{found[0]}.{key}"
         params = read_tree(checkpoint, {"params": shapes.params}, name_of)["params"]
         outer = _kept_outer(checkpoint, chunk, shapes.params, name_of)
@@ -200,14 +206,16 @@ def _met_once_more(checkpoint: Checkpoint, shapes: Any) -> tuple[Any, Any]:
     weights, momentum = _global(checkpoint, shapes)
     if not island_states.is_between_meetings(checkpoint):
         return weights, momentum
-    rule = island_states.rule(checkpoint)
-    count = len(island_states.written(checkpoint))
+    rule, shares = island_states.rule(checkpoint), island_states.shares(checkpoint)
+    count = sum(shares)
 
     def total(what: str) -> Any:
-        """The sum over islands of arrays that each has of all parameters."""
+        """The sum over islands of arrays that each has of all parameters, times their shares."""
         name_of = lambda k: lambda key: f"island_{k}.{key}"
         read = lambda k: read_tree(checkpoint, {what: shapes}, name_of(k))[what]
-        return functools.reduce(functools.partial(jax.tree.map, jnp.add), map(read, range(count)))
+        times = lambda k: jax.tree.map(lambda x: shares[k] * x, read(k))
+        parts = map(times, range(len(shares)))
+        return functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
 
     trained = total("params")
     if rule.is_late:
@@ -239,7 +247,7 @@ def _mean_moments(
 
     A mean is taken in float32. Counts of updates are the largest, since an island leaves steps out.
     """
-    settings, own = checkpoint.settings["optimizer"], chunk.optimizer
+    settings, own = _optimizer_settings(checkpoint), chunk.optimizer
     written = own.as_written(settings)
     read = lambda k: read_tree(checkpoint, {"opt_state": shapes}, lambda key: f"island_{k}.{key}")[
         "opt_state"
@@ -273,7 +281,7 @@ def _writer(checkpoint: Checkpoint, chunk: Chunk) -> Chunk:
     dtypes = _written(checkpoint)
     return dataclasses.replace(
         chunk,
-        optimizer=chunk.optimizer.as_written(checkpoint.settings["optimizer"]),
+        optimizer=chunk.optimizer.as_written(_optimizer_settings(checkpoint)),
         param_dtype=dtypes.trained,
         compute_dtype=dtypes.untrained,
         ema_decay=chunk.ema_decay if has_average(checkpoint) else None,

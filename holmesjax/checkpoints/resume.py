@@ -105,7 +105,8 @@ class Start:
         lines += [f"  {line}" for line in self._rate_change(self.checkpoint)]
         outer = self.job.config.parallel.outer_rule
         clusters = island_states.clusters_of(self.job.plan)
-        lines += island_states.describe(self.checkpoint, clusters, outer)
+        shares = self.job.plan.batch_shares
+        lines += island_states.describe(self.checkpoint, clusters, outer, shares)
         return lines + left_out
 
     def _rate_change(self, checkpoint: Checkpoint) -> list[str]:

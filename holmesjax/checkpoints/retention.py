@@ -1,7 +1,7 @@
 """Keeps some checkpoints of a run, and takes the others away. Does not import JAX.
 
 The newest stay (`checkpoint.keep`), and the first of each period (`checkpoint.keep_every_hours`, by
-the times of the manifests). Of what was set aside as damaged, the newest stay.
+the times in the manifests). Of what was set aside as damaged, the newest stay.
 
 Nothing here can make a save fail: what cannot be removed is told, and tried again after the next
 save. A folder is renamed before it is deleted, by way of the lease (`Lease.move`): a process that
@@ -19,6 +19,7 @@ from holmesjax.checkpoints import committed, manifest, stores
 from holmesjax.checkpoints.manifest import Move
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.config import CheckpointConfig
+from holmesjax.files import json_text
 
 DAMAGED_KEPT = 2  # folders; each may be as large as a checkpoint
 SHOWN = 3  # of what cannot be removed, in a message
@@ -50,6 +51,7 @@ class Retention:
         self._mirror = mirror
         self._run_dir, self._config = Path(run_dir).absolute(), config
         self._move, self._warn, self._check = move, warn, check
+        self._times_s: dict[tuple[Path, float], float] = {}  # of files, which are read once
 
     def after_start(self) -> None:
         """Removes what a crash has left behind."""
@@ -114,10 +116,28 @@ class Retention:
         if hours := self._config.keep_every_hours:
             first_of: dict[float, Path] = {}
             for _, path in found:
-                period = (path / manifest.MANIFEST).stat().st_mtime // (3600 * hours)
+                period = self._time_s(path) // (3600 * hours)
                 first_of.setdefault(period, path)
             stay |= set(first_of.values())
         return [path for _, path in found if path not in stay]
+
+    def _time_s(self, path: Path) -> float:
+        """When a checkpoint was committed, in seconds since 1970. Raises OSError.
+
+        A manifest of an earlier version does not say it: then it is the time of the file, which a
+        copy of the run folder may have changed.
+        """
+        file = path / manifest.MANIFEST
+        changed_s = file.stat().st_mtime
+        if (file, changed_s) not in self._times_s:
+            try:
+                content = json_text.read(file)
+            except ValueError:  # it is damaged
+                content = None
+            time_s = content.get("time_s") if isinstance(content, dict) else None
+            known_s = float(time_s) if isinstance(time_s, int | float) else changed_s
+            self._times_s[file, changed_s] = known_s
+        return self._times_s[file, changed_s]
 
     def _damaged(self) -> list[Path]:
         folder = self._run_dir / manifest.FOLDER

@@ -90,9 +90,9 @@ class Scrub:
 
     def _read(self, step: int) -> None:
         assert self._mb_per_s is not None
-        checkpoint = manifest.at(manifest.folder_of(self._run_dir, step))
-        parts = dict.fromkeys(map(manifest.part_of, checkpoint.manifest.get("files", ())))
         try:
+            checkpoint = manifest.at(manifest.folder_of(self._run_dir, step))
+            parts = dict.fromkeys(map(manifest.part_of, checkpoint.manifest.get("files", ())))
             away = manifest.elsewhere(checkpoint).keys() - stores.lost(self._run_dir, checkpoint)
             here = [part for part in parts if part not in away]
             read = functools.partial(

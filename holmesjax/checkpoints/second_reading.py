@@ -24,7 +24,7 @@ from holmesjax.liveness import helper_process
 from holmesjax.liveness.helper_process import Ended
 
 DAMAGED = 3  # the exit status where it finds so, too
-LIMIT_S = 3600.0  # to read a part
+LIMIT_S = 3600.0  # without a word of how far it is: a part may have TB
 LOOK_S = 1e-3  # between two pieces that are fetched, for a signal
 TELL_S = 10.0  # between two lines that say how far it is
 
@@ -65,7 +65,7 @@ def confirm(
             return
         said = "and another process has read it as it was written"
         if done.status is None:
-            said, found = "and no other process could look", f"it took more than {LIMIT_S:g} s"
+            said, found = "and no other process could look", f"no array was read in {LIMIT_S:g} s"
         elif done.status:
             said = "and no other process could look"
             found = done.last_line or f"status {done.status}"
@@ -92,16 +92,16 @@ def read_again(
       checkpoint: which has them.
       parts: the names of those whose arrays are read.
       mb_per_s: how fast arrays are read, in MB/s, for as long as it takes; None: as fast as may be,
-        within `LIMIT_S`.
+        as long as `LIMIT_S` does not pass without a word.
       pause, say: as in `confirm`.
 
     Raises OSError where no process can be started, and what `pause` raises.
     """
     arguments = [str(checkpoint.path), *(word for part in parts for word in ("--part", part))]
     arguments += [] if mb_per_s is None else ["--mb-per-s", str(mb_per_s)]
-    limit_s = LIMIT_S if mb_per_s is None else math.inf
+    silence_s = LIMIT_S if mb_per_s is None else math.inf
     module = __spec__.name
-    return helper_process.run_module(module, arguments, limit_s=limit_s, pause=pause, say=say)
+    return helper_process.run_module(module, arguments, silence_s=silence_s, pause=pause, say=say)
 
 
 def _forget(folder: Path) -> None:
@@ -143,8 +143,8 @@ class _Brake:
 
 
 def _look(path: Path, parts: Sequence[str], mb_per_s: float | None) -> int:
-    found = manifest.at(path)
     try:
+        found = manifest.at(path)
         _forget(path)
         manifest.verify(found)
         for part in parts:
@@ -156,7 +156,8 @@ def _look(path: Path, parts: Sequence[str], mb_per_s: float | None) -> int:
         if mb_per_s is not None and not manifest.has_manifest(path):
             return 0  # the run has taken it away in the meantime
         print(" ".join(str(error).split()), file=sys.stderr)
-        return DAMAGED
+        is_withheld = isinstance(error, OSError) and error.errno in manifest.WITHHELD
+        return PeerError.exit_status if is_withheld else DAMAGED
     except HolmesError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_status

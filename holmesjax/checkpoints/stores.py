@@ -237,22 +237,50 @@ def is_of(start: str, home: str | None) -> bool:
     return home is not None and start.startswith(f"{home}-")
 
 
-def begin(folder: Path, start: str) -> Callable[[], None]:
+def begin(folder: Path, start: str, say: Callable[[str], object] = print) -> Callable[[], None]:
     """Makes a store that of one start of the run, by its name.
 
-    The function that is returned raises LostLeaseError if another start has begun since.
+    The function that is returned raises LostLeaseError if another start has begun since. A store
+    that has come back empty stays this start's, and `say` is told: what it had is gone, and else
+    nothing would be saved there any more.
 
     Raises as `refuse_earlier`.
     """
-    path = folder / OWNER
+    path, store = folder / OWNER, identifier(folder)
     refuse_earlier(str(folder), start, owner(folder))
-    write_whole(path, json.dumps({"start": start}))
+    write_whole(path, owner_text(start))
 
     def check() -> None:
-        if (found := json_text.read(path).get("start")) != start:
+        try:
+            found = json_text.read(path).get("start")
+        except FileNotFoundError:
+            found = _write_records_again(folder, store, start)
+            if found == start:
+                what = f"{folder} has come back without {OWNER}, empty or not mounted"
+                say(f"warning: {what}; saves go on")
+        if found != start:
             raise superseded(str(folder), found)
 
     return check
+
+
+def _write_records_again(folder: Path, store: str, start: str) -> str | None:
+    """Writes those records of a store that are gone. Raises OSError.
+
+    Returns the start that the store belongs to now, or the identifier of another store.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in ((RECORD, json.dumps({"id": store})), (OWNER, owner_text(start))):
+        with contextlib.suppress(FileExistsError):
+            write_whole(folder / name, text, replaces=False)
+        if (known := known_identifier(folder)) != store:
+            return known
+    return owner(folder)
+
+
+def owner_text(start: str) -> str:
+    """The content of `OWNER`, which names the start that a store belongs to."""
+    return json.dumps({"start": start})
 
 
 def owner(folder: Path) -> str | None:

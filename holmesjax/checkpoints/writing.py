@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.options import AsyncOptions
+from orbax.checkpoint.options import AsyncOptions, FileOptions
 
 from holmesjax.checkpoints import digests, manifest
 from holmesjax.checkpoints.array_keys import Arrays, flatten
@@ -174,9 +175,14 @@ class Writer:
         self._run_dir, self._chunks = Path(run_dir), chunks
         self._saved, self._failed = saved, failed
         self._gate = domain.gate("checkpoints")
-        options = AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate)
         self._checkpointers = [
-            ocp.AsyncCheckpointer(_handler(), async_options=options, temporary_path_class=_Folder)
+            ocp.AsyncCheckpointer(
+                _handler(),
+                async_options=AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=self._gate),
+                # It would look for old parts in the leading process while others wait for it.
+                file_options=FileOptions(skip_sync_file_validations=True),
+                temporary_path_class=_Folder,
+            )
             for _ in chunks
         ]
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
@@ -206,6 +212,7 @@ class Writer:
         with self._failing(step):
             self._check()
             manifest.begin(self._run_dir, step)
+            self._remove_parts(path)
         if self._gate and not self._is_failing:
             # Orbax waits in collectives for the others: all must come to it, or none.
             with self._failing(step):
@@ -218,8 +225,19 @@ class Writer:
             part, mine = manifest.part_name(chunk.number), owned(chunk, state)
             arrays |= _described(mine, part)
             with self._failing(step):
-                checkpointer.save(path / part, args=_in_chunks(mine), force=True)
+                checkpointer.save(path / part, args=_in_chunks(mine))
         self._pending = self._finisher.submit(self._finish, path, step, arrays)
+
+    def _remove_parts(self, path: Path) -> None:
+        """Removes what an earlier start has left of the parts. Raises OSError.
+
+        Orbax would, too; but where that fails, the other processes wait for it in a collective.
+        """
+        if jax.process_index() > 0:
+            return
+        for chunk in self._chunks:
+            if (part := path / manifest.part_name(chunk.number)).exists():
+                shutil.rmtree(part)
 
     def wait(self) -> None:
         """Returns when the last save is complete, or has failed."""
@@ -228,9 +246,8 @@ class Writer:
             pending.result()
 
     def _finish(self, path: Path, step: int, arrays: dict[str, dict[str, Any]]) -> None:
-        for checkpointer in self._checkpointers:  # all: each would raise its error in the next save
-            with self._failing(step):
-                checkpointer.wait_until_finished()
+        for checkpointer in self._checkpointers:
+            self._end(checkpointer, step)
         if self._is_failing or jax.process_index() > 0:
             return
         files: manifest.Files = {}
@@ -244,6 +261,17 @@ class Writer:
                 self._mirror.upload(self._run_dir, step, files, self._advance)
         if not self._is_failing:
             self._saved(step, arrays, files)
+
+    def _end(self, checkpointer: ocp.AsyncCheckpointer, step: int) -> None:
+        """Waits for a save, and takes all its errors: each call raises one of them.
+
+        One that is left would be raised in the next save, while others wait in its collectives.
+        """
+        is_left = True
+        while is_left:
+            with self._failing(step):
+                checkpointer.wait_until_finished()
+                is_left = False
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:

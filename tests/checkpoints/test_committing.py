@@ -145,7 +145,7 @@ def test_a_save_that_fails_is_tried_again_after_pauses_until_the_limit(tmp_path)
             failing = step < 121
             saves.check()
     assert tried == [100, 103, 109, 121, 145]  # 30, 60, 120 and 240 s later; then it is well
-    assert "the next is tried in 2 min 0 s, and the run ends if saves fail for" in lines[2]
+    assert "is tried in 2 min 0 s at the latest, and the run ends if saves fail for" in lines[2]
     for seconds in (2000.0, 2239.0, 2240.0):
         saves.check()
         now_s[0] = seconds

@@ -6,11 +6,12 @@ import json
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest, second_reading
+from holmesjax.checkpoints import committed, manifest, scrub, second_reading
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import CheckpointConfig
@@ -72,16 +73,19 @@ def confirms(found, error):
 
 
 class Failing:
-    """Fails one call of the file system; counts them."""
+    """Fails one call of the file system; counts them, but for those of threads of other tests."""
 
     def __init__(self, monkeypatch, at=None, number=errno.EIO):
         self.count, self.failed, self._at, self._number = 0, "", at, number
+        self._others = set(threading.enumerate()) - {threading.current_thread()}
         for name in CALLS:
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
         monkeypatch.setattr(io, "open", self._wrapped("io.open", io.open))
 
     def _wrapped(self, name, call):
         def called(*args, **kwargs):
+            if threading.current_thread() in self._others:
+                return call(*args, **kwargs)
             self.count += 1
             if self.count - 1 == self._at:
                 self.failed = f"{name}{args}"
@@ -184,15 +188,25 @@ def test_after_any_failing_call_of_a_start_the_run_goes_on_from_the_same_checkpo
         shutil.rmtree(folder)
 
 
-def test_one_of_each_period_stays_and_so_do_the_newest(tmp_path):
-    """The oracle: all steps that were ever saved, with their times."""
+@pytest.mark.parametrize("says_time", [True, False])
+def test_one_of_each_period_stays_and_so_do_the_newest(tmp_path, monkeypatch, says_time):
+    """The oracle: all steps that were ever saved, with their times.
+
+    The files have the time of a copy of the run folder where the manifest says its own. A manifest
+    of an earlier version does not say it.
+    """
     clock, times = random.Random(1), {}
     run, now_s = Run(tmp_path, keep=2, hours=2.0), 1.7e9
     for step in range(1, 40):
         now_s += clock.choice((60, 1000, 3000, 9000))
-        path = manifest.begin(tmp_path, step)
+        path = manifest.begin(tmp_path, step) / manifest.MANIFEST
+        monkeypatch.setattr(manifest.time, "time", lambda: now_s)  # noqa: B023
         run.commit(step, ARRAYS, {})
-        os.utime(path / manifest.MANIFEST, (now_s, now_s))
+        if not says_time:
+            content = json.loads(path.read_text())
+            del content["time_s"]
+            path.write_text(manifest.text_of(content))
+        os.utime(path, (1.6e9, 1.6e9) if says_time else (now_s, now_s))
         run.keeps.after_commit(step)
         times[step] = now_s
         periods = {int(s // 7200) for s in times.values()}
@@ -328,6 +342,51 @@ def test_what_is_withheld_is_no_damage(tmp_path, monkeypatch, number, kind):
     assert type(error.value) is kind
     assert names(tmp_path) == ["step_00000010", "step_00000020"]
     status = second_reading._look(manifest.folder_of(tmp_path, 20), [], None)
+    assert status not in (0, second_reading.DAMAGED)
+
+
+@pytest.mark.parametrize(
+    "number, kind", [(errno.EACCES, CheckpointError), (errno.ESTALE, PeerError), (errno.EIO, None)]
+)
+def test_a_manifest_that_is_withheld_is_no_empty_one(tmp_path, monkeypatch, number, kind):
+    run, told = Run(tmp_path, keep=2), []
+    run.save(10, 20)
+    path, withheld = manifest.folder_of(tmp_path, 20), manifest.folder_of(tmp_path, 10)
+    open_file = os.open
+
+    def fails(name, *how, **options):
+        if str(name) == str(withheld / manifest.MANIFEST):
+            raise OSError(number, os.strerror(number), str(name))
+        return open_file(name, *how, **options)
+
+    monkeypatch.setattr(os, "open", fails)
+    assert run.resume() == 20  # an older one holds nothing up
+    withheld = path
+    assert manifest.newest_step(tmp_path) == 20
+    if kind is None:
+        assert run.resume() == 10
+        said = "manifest.json: is damaged: it cannot be read\n  found: Input/output error"
+        assert said in "".join(run.lines)
+        return
+    with pytest.raises(kind, match=r"manifest\.json: cannot be read") as error:
+        run.resume()
+    assert type(error.value) is kind
+    assert names(tmp_path) == ["step_00000010", "step_00000020"]
+    assert second_reading._look(path, [], None) not in (0, second_reading.DAMAGED)
+    scrub.Scrub(tmp_path, 1.0, told.append)._read(20)
+    assert f"is not read again: {path / manifest.MANIFEST}: cannot be read" in told[0]
+
+
+def test_a_second_process_that_cannot_look_finds_no_damage(tmp_path, monkeypatch):
+    """The first may have seen a broken disk, and the file server may be away for the second."""
+    run = Run(tmp_path)
+    run.save(10)
+
+    def fails(*how):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "posix_fadvise", fails)
+    status = second_reading._look(manifest.folder_of(tmp_path, 10), [], None)
     assert status not in (0, second_reading.DAMAGED)
 
 

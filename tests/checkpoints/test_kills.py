@@ -19,7 +19,7 @@ from tests.checkpoints import killed_uploader
 from tests.data.object_store import object_store
 
 LONGEST_S = 1.2  # until a kill: three or four saves
-START_S = 60.0
+START_S = 240.0
 
 
 @pytest.mark.parametrize("num_kills", [6, pytest.param(500, marks=pytest.mark.exhaustive)])

@@ -1,11 +1,13 @@
 """Run folders in an object store: what is written there, and what another machine has of it."""
 
+import argparse
 import errno
 import functools
 import gc
 import hashlib
 import io
 import os
+import re
 import shutil
 
 import botocore.parsers
@@ -18,10 +20,11 @@ from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.data import object_stores
 from holmesjax.distributed import foreign_errors
-from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
+from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError, of_system
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from holmesjax.trainer import Trainer
+from launch import __main__ as command_line, arguments
 from launch.verbs import gather
 from tests.data.object_store import object_store
 from tests.jobs import write_run
@@ -225,6 +228,19 @@ def test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are(
     assert last._steps() == []  # what the stale start has left goes, too
 
 
+def test_a_url_without_its_owner_s_record_is_still_the_owner_s(machine):
+    """A rule of a bucket removes what is old, and nothing is older."""
+    run_folder, url = machine
+    found = start(first := run_folder("a"), url)
+    found.remove([stores.OWNER])
+    save(first, found, 2)
+    found.check()
+    later = start(run_folder("b"), url)
+    with pytest.raises(LostLeaseError, match="another start"):
+        found.check()
+    later.check()
+
+
 def test_the_last_that_wrote_says_what_the_run_is(machine):
     run_folder, url = machine
     first = run_folder("a")
@@ -326,6 +342,87 @@ def test_a_store_that_is_away_fails_the_save_and_says_where(machine, monkeypatch
         mirror.open_run(url, lease, print)
 
 
+@pytest.fixture
+def refusals(server):
+    """Answers requests in the store's place; at the end no more."""
+    yield server.refusals
+    server.refusals.rule = lambda method, path, env: None
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+        ("500 Internal Server Error", "InternalError", "Please try again."),
+        ("400 Bad Request", "RequestTimeout", "The socket was idle."),
+    ],
+)
+def test_a_store_that_is_busy_for_a_moment_fails_no_save(machine, refusals, error):
+    run_folder, url = machine
+    found, seen = start(here := run_folder("a"), url), set()
+
+    def rule(method, path, env):  # the first request of each kind; HEAD has no text of an error
+        is_first = method not in seen and not (method == "HEAD" and error[0].startswith("400"))
+        seen.add(method)
+        return error if is_first else None
+
+    refusals.rule = rule
+    save(here, found, 1)
+    assert seen >= {"GET", "HEAD", "PUT"}
+    assert found.steps() == [1]
+
+
+def test_a_store_that_lets_nothing_be_removed_is_told_once_and_holds_nothing_up(machine, refusals):
+    run_folder, url = machine
+    here, said = run_folder("a"), []
+    start(here, url)
+    found = Mirror(url, said.append)
+    found.begin("x-1-0")
+    for step in (1, 2):
+        save(here, found, step)
+    denied = ("403 Forbidden", "AccessDenied", "Access Denied")
+    refusals.rule = lambda method, path, env: denied if method == "DELETE" else None
+    (here / "metrics.jsonl").write_text("{}\n")  # whose last part has another name each time
+    save(here, found, 3, until="manifest")
+    (manifest.folder_of(here, 3) / manifest.MANIFEST).write_text("{}")  # of a commit that is late
+    for _ in range(2):
+        found.follow(here, [2, 3], 3)
+    found.close()
+    assert found.steps() == [1, 2, 3]
+    Mirror(url, said.append).begin("x-1-1", dropped=[2])
+    assert len(said) == 2
+    assert all("Access Denied" in line and "manifest.json" in line for line in said)
+    with pytest.raises(PermissionError, match="Access Denied"):
+        found.withdraw(3)
+
+
+def test_credentials_that_are_renewed_in_their_file_are_read_again(
+    machine, refusals, tmp_path, monkeypatch
+):
+    run_folder, url = machine
+    file = tmp_path / "credentials"
+    write = lambda key: file.write_text(
+        f"[default]\naws_access_key_id={key}\naws_secret_access_key=x\naws_session_token=x\n"
+    )
+    write("FIRST")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    s3fs.S3FileSystem.clear_instance_cache()
+    found = start(here := run_folder("a"), url)
+    write("SECOND")
+    expired = ("400 Bad Request", "ExpiredToken", "The provided token has expired.")
+    refusals.rule = lambda method, path, env: (
+        expired if "FIRST" in env["HTTP_AUTHORIZATION"] else None
+    )
+    with pytest.raises(OSError, match="token has expired") as raised:
+        save(here, found, 1)
+    assert isinstance(of_system(raised.value), PeerError)  # another start may find new ones
+    save(here, found, 2)
+    assert found.steps() == [2]
+
+
 @pytest.mark.parametrize("url", ["s3://b/x", "gs://b/x"])
 def test_a_url_never_becomes_a_folder_of_that_name(tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
@@ -338,6 +435,25 @@ def test_a_url_never_becomes_a_folder_of_that_name(tmp_path, monkeypatch, url):
         with pytest.raises(HolmesError, match="no run folder in a store"):
             places.folder_of(wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_each_verb_that_names_runs_reads_them_at_urls(monkeypatch):
+    monkeypatch.setattr(mirror, "bring", lambda place, say: f"/here/{place[-1]}")
+    # A process knows its own folder, and what `data` is given may be a corpus.
+    verbs = arguments.VERBS.keys() - {"worker", "store", "data"}
+    names = set()
+    for verb in sorted(verbs):
+        arguments.VERBS[verb].add_to(parser := argparse.ArgumentParser())
+        for action in parser._actions:
+            if action.option_strings or not re.search("run folder|folder of a run", action.help):
+                continue
+            given = ["s3://b/x", "s3://b/y"] if action.nargs == "+" else "s3://b/x"
+            args = argparse.Namespace(verb=verb, **{action.dest: given})
+            command_line._bring_runs(args, None)
+            brought = getattr(args, action.dest)
+            assert brought == (["/here/x", "/here/y"] if action.nargs == "+" else "/here/x"), verb
+            names.add(verb)
+    assert names >= {"train", "top", "report", "compare", "verify", "gather", "export", "generate"}
 
 
 def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
@@ -379,4 +495,10 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     fetching.fetch_again(found, "part_0", lambda: None, said.write)
     losses = lambda records: [record["loss"] for record in records]
     assert losses(again.history) == losses(first) == losses(undisturbed)
+    shutil.rmtree(folder)  # a third machine, which only reads
+    found = manifest.newest(mirror.bring(url, said.write), said.write, fetches=True)
+    assert manifest.elsewhere(found)
+    fetching.bring_of_url(found, said.write)
+    assert not manifest.elsewhere(found)
+    manifest.verify(found)
     shutil.rmtree(folder)

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -15,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from holmesjax.checkpoints import manifest, restoring, second_reading, writing
+from holmesjax.checkpoints import manifest, reading, restoring, second_reading, writing
 from holmesjax.config import ExpertsConfig, LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.runtime.chunk import ChunkState
@@ -55,17 +57,22 @@ EXPERTS = {
         ("two", ("experts in four",), EXPERTS),
     ],
 )
-def test_any_plan_restores_any_other(tmp_path, source, targets, changes):
-    """Each plan is read onto others, and each reads from others: a file names no plan."""
+def test_any_plan_restores_any_other(tmp_path, monkeypatch, source, targets, changes):
+    """Each plan is read onto others, and each reads from others: a file names no plan.
+
+    Some arrays at a time, which are a sign of progress.
+    """
+    monkeypatch.setattr(reading, "GROUP_BYTES", 20_000)
     model = make_model(**changes)
     write(tmp_path, model, source)
     [found] = manifest.find(tmp_path)
     manifest.verify(found)
     for target in targets:
-        chunks = chunks_of(target, model)
-        for chunk, state, want in zip(
-            chunks, restoring.restore(found, chunks), random_states(chunks), strict=True
-        ):
+        chunks, before = chunks_of(target, model), reading.read_arrays.count
+        restored = restoring.restore(found, chunks)
+        shapes = [restoring.flatten(chunk.state_shapes) for chunk in chunks]
+        assert reading.read_arrays.count - before == sum(map(len, shapes))
+        for chunk, state, want in zip(chunks, restored, random_states(chunks), strict=True):
             wanted = restoring.flatten(want)
             shapes = restoring.flatten(chunk.state_shapes)
             for key, got in restoring.flatten(state).items():
@@ -91,7 +98,7 @@ def as_float32(states):
     """Moments by name."""
     found = {}
     for state in states:
-        _, mu, nu = state.opt_state
+        mu, nu = state.opt_state.mu, state.opt_state.nu
         wide = {"mu": wide_moments(mu, "first"), "nu": wide_moments(nu, "second")}
         found |= restoring.flatten(wide)
     return found
@@ -206,6 +213,20 @@ def test_a_checkpoint_of_another_format_or_with_files_elsewhere_is_refused(tmp_p
         [other] = manifest.find(tmp_path)
         with pytest.raises(CheckpointError, match="names a file outside its folder"):
             manifest.verify(other)
+
+
+FORMS = [("files", ["x"]), ("files", {"x": 7}), ("files", {"x": {"bytes": "1", "sha256": None}})]
+FORMS += [("step", "4"), ("stores", [1]), ("stores", {"part_0": 3}), ("arrays", {"params.x": 1})]
+
+
+@pytest.mark.parametrize("name, value", FORMS)
+def test_a_manifest_of_another_form_is_refused_whoever_has_signed_it(tmp_path, name, value):
+    path = manifest.begin(tmp_path, 4)
+    text = json.dumps({"format": manifest.FORMAT, "step": 4, "files": {}})
+    for change, is_good in (({}, True), ({name: value}, False)):
+        (path / manifest.MANIFEST).write_text(manifest.text_of(json.loads(text) | change))
+        [found] = manifest.find(tmp_path)
+        assert manifest.is_sound(found.manifest) == is_good
 
 
 def test_parameters_alone_for_sampling_from_a_relative_path(tmp_path, monkeypatch):
@@ -334,6 +355,25 @@ def test_two_processes_must_find_a_checkpoint_damaged(tmp_path):
     second_reading.confirm(found, manifest.damaged(found, f"part_0/{path.name}", "is missing", ""))
 
 
+@pytest.mark.parametrize(
+    "number, kind",
+    [(errno.ESTALE, PeerError), (errno.EACCES, CheckpointError), (errno.EIO, DamagedError)],
+)
+def test_arrays_that_are_withheld_are_no_damage(tmp_path, monkeypatch, number, kind):
+    """The text is TensorStore's own, of a file whose mode is 0."""
+    write(tmp_path)
+    [found] = manifest.find(tmp_path)
+
+    def fails(*how):
+        raise ValueError(f"PERMISSION_DENIED: Error opening [os_error_code='{number}'] [x='y']")
+
+    monkeypatch.setattr(reading, "_read_numpys", fails)
+    with pytest.raises(kind) as error:
+        reading.verify_arrays(found, "part_0")
+    assert type(error.value) is kind
+    assert str(error.value.found) == os.strerror(number)
+
+
 def resume(run_dir, **how):
     """The step from which a run goes on, and what is said."""
     said = []
@@ -441,7 +481,8 @@ def test_what_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, c
     assert capfd.readouterr() == ("", "")  # not what Orbax and asyncio have to say
 
 
-def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
+@pytest.mark.parametrize("most_bytes", [20_000, 10])  # arrays are larger, or metadata as well
+def test_a_save_that_failed_spoils_none_that_follows(tmp_path, most_bytes):
     """One cannot be begun, one fails on its way; each is told of, with its own step."""
     chunks = make_chunks(make_model(num_layers=2), hand_made_plan((1, 1), 1, 1))
     states, told = random_states(chunks), []
@@ -450,13 +491,35 @@ def test_a_save_that_failed_spoils_none_that_follows(tmp_path):
     (tmp_path / manifest.FOLDER / "step_00000001").touch()
     with writing.Writer(tmp_path, chunks, note, note) as writer:
         for step in (1, 2, 3, 4):
-            with files_of_at_most(20_000) if step == 3 else contextlib.nullcontext():
+            with files_of_at_most(most_bytes) if step == 3 else contextlib.nullcontext():
                 writer.save(step, states)
                 writer.wait()
     assert [step for step, _ in told] == [1, 2, 3, 4]
     assert "File exists" in told[0][1]
     assert told[1][1] == told[3][1] == "saved"
     assert told[2][1] == "File too large"
+
+
+def test_an_old_part_that_cannot_be_removed_fails_a_save_before_anybody_waits(
+    tmp_path, monkeypatch
+):
+    """Orbax would find that out while the other processes of a stage wait in its collective."""
+    chunks = make_chunks(make_model(num_layers=2), hand_made_plan((1, 1), 1, 1))
+    states, told, saves = random_states(chunks), [], []
+    (manifest.folder_of(tmp_path, 1) / "part_0" / "d").mkdir(parents=True)
+    note = lambda step, *rest: told.append((step, *rest))
+
+    def fails(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", lambda *how, **options: saves.append(how))
+    with writing.Writer(tmp_path, chunks, note, note) as writer:
+        writer.save(1, states)
+    assert saves == []
+    [(step, why)] = told
+    assert step == 1
+    assert why.startswith("Device or resource busy")
 
 
 def test_the_manifest_is_readable_and_complete(tmp_path):

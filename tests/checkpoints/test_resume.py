@@ -197,6 +197,20 @@ def test_other_changes_are_told(folder, setting, said):
     assert [line for line in told if line.startswith(f"  {said}")]
 
 
+def test_another_file_of_ones_own_code_is_told(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import optax\ndef f(config):\n    return optax.scale(1.0)\n"
+    settings = ["optimizer.name=optax", "optimizer.function=alien_rule:f"]
+    told = []
+    for text in (code, code, code.replace("1.0", "2.0")):
+        (tmp_path / "alien_rule.py").write_text(text)
+        if not told:
+            checkpoint(load(tmp_path, *settings), steps=10)
+        told.append(resume.find(load(tmp_path, *settings), (), print).describe())
+    assert told[:2] == [["resuming after step 10"]] * 2
+    assert told[2][1].startswith("  versions.source of optimizer.function: ")
+
+
 @pytest.mark.parametrize(
     "settings", [(), ("train.log_every_s=9",), ("checkpoint.keep=5",), ("distributed.streams=1",)]
 )
@@ -282,6 +296,7 @@ def test_whoever_may_take_other_files_need_not_say_so_twice(folder):
         start.check_data({**DATA, "train": "f" * 64, "order": "f" * 64})
 
 
+@pytest.mark.one_version
 def test_a_corpus_that_has_changed_since_the_checkpoint_ends_the_session(tmp_path):
     corpus = tmp_path / "corpus"
     corpus.mkdir()

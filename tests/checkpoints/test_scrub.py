@@ -26,7 +26,7 @@ def test_a_byte_that_the_disk_has_lost_is_told_and_recorded_once(checkpoint, tmp
     with Scrub(tmp_path, 1e4, said.append) as scrub:
         assert scrub.step() == {}
         scrub.committed(10)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240  # a hang guard: the reader has a low priority
         while not (found := scrub.step()):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)

@@ -92,6 +92,7 @@ def train(folder, name, *settings):
     return numbers, out.getvalue()
 
 
+@pytest.mark.one_version
 def test_after_a_spike_the_losses_are_those_of_a_run_without_its_data(tmp_path, monkeypatch):
     firsts, train_of = [], Batches.train
 
