@@ -12,7 +12,7 @@ from typing import Any
 from holmesjax import Trainer
 from holmesjax.callbacks import Callback
 from holmesjax.islands import round_merging
-from holmesjax.islands.weighted_mean import merge
+from holmesjax.islands.merge import merge
 
 
 class Pace(Callback):

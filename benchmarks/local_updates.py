@@ -1,6 +1,7 @@
 """Islands against synchronous training, in miniature: python -m benchmarks.local_updates ROWS
 
-    l1       four islands that meet every 20 steps, and one replica with the same batches
+    l1       four islands that meet every 20 steps, and one replica with the same batches; also
+             islands that go on with what one replica has trained for half of the steps
     l2       the steps between meetings: 5, 10, 50, 100
     l3       four fragments, 0, 1 or 3 steps late; islands keep none or half of their own weights
     l10      each island has a topic of its own, against l1's, with all topics on each
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks.provenance import RESULTS, commit, provenance
 
 ROOT = Path(__file__).parent.parent
 NUM_ISLANDS, STEPS, EVERY = 4, 400, 20
+BEHIND = STEPS // 2  # steps of one replica, before islands go on
 BARS = {"l1": 0.015, "l3": 0.01, "l10": 0.02}  # of the loss that a row is compared with
 TOPICS = {  # text of this checkout
     "english": "docs/**/*.md",
@@ -47,9 +49,11 @@ def meets(every: int = EVERY, **more: Any) -> dict[str, Any]:
     return {f"parallel.{name}": value for name, value in settings.items()}
 
 
+ONE_TOPIC_EACH = {f"c{k}": {topic: 1.0} for k, topic in enumerate(TOPICS)}
 SYNCHRONOUS = {"parallel.clusters": ["c0"], "parallel.stages": 1}
+LATE = f"H 20 behind {BEHIND} steps"
 ROWS: dict[str, dict[str, tuple[Settings, int]]] = {  # by name: settings, and seeds
-    "l1": {"synchronous": (SYNCHRONOUS, 5), "H 20": (meets(), 5)},
+    "l1": {"synchronous": (SYNCHRONOUS, 5), "H 20": (meets(), 5), LATE: (meets(), 5)},
     "l2": {f"H {every}": (meets(every), 3) for every in (5, 10, 50, 100)},
     "l3": {
         f"P 4, tau {delay}, alpha {1 - blend:g}": (
@@ -59,7 +63,7 @@ ROWS: dict[str, dict[str, tuple[Settings, int]]] = {  # by name: settings, and s
         for delay in (0, 1, 3)
         for blend in (1.0, 0.5)
     },
-    "l10": {"topics": (meets(), 3)},
+    "l10": {"topics": ({**meets(), "data.mixture_by_island": ONE_TOPIC_EACH}, 3)},
 }
 
 
@@ -134,47 +138,20 @@ def refuse_others(result: Run, commit: str, text: str) -> None:
         sys.exit(f"--go-on: the result is of {before}, and this checkout has {now}: begin anew")
 
 
-def train(folder: Path, name: str, seed: int, more: Settings, *, by_topic: bool = False) -> Run:
-    """Trains a run in this process; `by_topic`: each island has the text of one topic."""
+def train(folder: Path, name: str, seed: int, more: Settings, behind: int = 0) -> Run:
+    """Trains a run in this process, of which one replica trains the first steps `behind`."""
     from holmesjax import Trainer
-    from holmesjax.islands.runner import IslandsPlacer
-    from holmesjax.runtime.prefetch import Step
-    from holmesjax.training_setup import read_batches
 
-    settings = settings_of(folder, name, seed, more)
-    trainer = Trainer("configs/runs/quickstart.yaml", settings, io.StringIO())
-    made: Callable[..., Any] = IslandsPlacer.make
-    if by_topic:
-        own = [
-            read_batches(
-                Trainer(
-                    "configs/runs/quickstart.yaml",
-                    {
-                        **settings,
-                        "data.mixture": None,
-                        "data.corpus": str(folder / topic),
-                    },
-                    io.StringIO(),
-                ).job.config
-            )
-            for topic in TOPICS
-        ]
-
-        def make(self: IslandsPlacer, batches: Any, what: Any) -> Any:
-            if not isinstance(what, Step):
-                return made(self, batches, what)
-            parts = [made(self, of_topic, what).parts[k] for k, of_topic in enumerate(own)]
-            whole = made(self, batches, what)
-            return type(whole)(
-                num_targets=whole.num_targets, microbatches={}, parts=dict(enumerate(parts))
-            )
-
-        IslandsPlacer.make = make  # type: ignore[method-assign]
+    make = lambda own: Trainer(
+        "configs/runs/quickstart.yaml", settings_of(folder, name, seed, own), io.StringIO()
+    )
     began_s = time.monotonic()
-    try:
-        trainer.run()
-    finally:
-        IslandsPlacer.make = made  # type: ignore[method-assign]
+    if behind:
+        with make(SYNCHRONOUS) as first:
+            for _ in range(behind):
+                first.step()
+    trainer = make(more)
+    trainer.run()
     meeting = trainer.job.plan.meeting
     return {
         "loss": trainer.history[-1]["val_loss"],
@@ -196,8 +173,7 @@ def measure(groups: list[str], result: Run, path: Path, seeds: int) -> None:
                     if seed >= most or (group, name, seed) in done:
                         continue
                     where = f"{group}-{name}-{seed}".replace(" ", "_").replace(",", "")
-                    by_topic = name == "topics"
-                    run = train(Path(folder), where, seed, more, by_topic=by_topic)
+                    run = train(Path(folder), where, seed, more, BEHIND if name == LATE else 0)
                     result["runs"].append({"group": group, "row": name, "seed": seed, **run})
                     print(f"{group} {name} seed {seed}: {run['loss']:.4f}, {run['s']:.0f} s")
                     sys.stdout.flush()
@@ -250,6 +226,7 @@ def main() -> int:
     if args.go_on:
         result = json.loads(path.read_text())
         refuse_others(result, commit(), result.get("text", ""))
+        result["command"] += f"; {provenance('local_updates')['command']}"
     result["load"] = [*result.get("load", []), os.getloadavg()[2]]  # of 15 minutes
     if own := [group for group in args.groups if group in ROWS]:
         measure(own, result, path, args.seeds)

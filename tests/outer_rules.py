@@ -11,7 +11,7 @@ def nesterov(rate, momentum, gradient, velocity):
     return rate * (gradient + momentum * velocity), velocity
 
 
-def eager(outer, first, moves):
+def eager(outer, first, moves, shares=()):
     """Yields what islands begin with after each meeting, and the weights when all has landed.
 
     arXiv 2502.12996: each island steps along its own new difference, and the old ones of others.
@@ -20,29 +20,32 @@ def eager(outer, first, moves):
       outer: the rule.
       first: the first weights.
       moves: by round, by island, by which its steps change its weights.
+      shares: the weights of islands in a mean; empty: equal ones.
     """
     count, mean_of_old = len(moves[0]), 0.0
+    part = np.array(shares or [1] * count) / sum(shares or [1] * count)
     weights, velocities, old = [first] * count, [0.0] * count, [0.0] * count
     whole, of_whole = first, 0.0
     for of_islands in moves:
         new = [-move for move in of_islands]
         for k in range(count):
-            mixed = new[k] / count + mean_of_old - old[k] / count
+            mixed = part[k] * new[k] + mean_of_old - part[k] * old[k]
             step, velocities[k] = nesterov(outer.rate, outer.decay, mixed, velocities[k])
             weights[k] = weights[k] - step
-        old, mean_of_old = new, np.mean(new, axis=0)
+        old, mean_of_old = new, np.average(new, axis=0, weights=part)
         step, of_whole = nesterov(outer.rate, outer.decay, mean_of_old, of_whole)
         whole = whole - step
         yield list(weights), whole
 
 
-def co2(outer, first, moves):
+def co2(outer, first, moves, shares=()):
     """Yields as `eager`. arXiv 2401.16265, with the clip and the penalty of this project."""
     most, velocity = outer.largest, 0.0
     old, now, sent = first, first, None
 
     def after(velocity, old, now, sent):
-        velocity = np.clip(outer.decay * velocity + old - np.mean(sent, axis=0), -most, most)
+        mean = np.average(sent, axis=0, weights=shares or None)
+        velocity = np.clip(outer.decay * velocity + old - mean, -most, most)
         gap = 1 + outer.shortens * np.abs(now - old) / most
         return now - outer.rate * velocity / gap, velocity
 

@@ -2,26 +2,34 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import multiples, wrong
-from holmesjax.config.sections import OuterConfig, ParallelConfig, PlanConfig
+from holmesjax.config.sections import SPEED, OuterConfig, ParallelConfig, PlanConfig, Shares
 from holmesjax.config.training_sections import OptimizerConfig, TrainConfig
 from holmesjax.errors import ConfigError
-from holmesjax.files import places
+from holmesjax.files import places, schema
 
+# Settings of islands, all None without them: those that the planner may compare with a pipeline,
+# and those of a job that has islands.
+OF_ISLANDS = (
+    *("islands", "shares", "every", "outer", "fragments", "delay", "blend"),
+    "outer_memory",
+)
+OF_LOCAL_UPDATES = ("island", "mailbox", "quorum", "grace_s", "place")
 PIPELINE = "or set parallel.across to pipeline"
 WITH_NESTEROV = ("nesterov", "eager")  # rules whose momentum is Nesterov's, or plain
 OF_RULES = {"pull": ("noloco",), "clip": ("co2",), "penalty": ("co2",)}  # settings of some alone
 
 
 def settings_are_for_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
-    for name in ("islands", "every", "outer", "fragments", "delay", "blend"):
+    for name in OF_ISLANDS:
         if parallel.across == "pipeline" and getattr(parallel, name) is not None:
             problem = "is only for parallel.across: local_updates or auto"
             fix = "remove it, or set parallel.across to local_updates"
             yield wrong(f"parallel.{name}", problem, getattr(parallel, name), fix)
-    for name in ("island", "mailbox", "quorum", "grace_s", "place"):
+    for name in OF_LOCAL_UPDATES:
         if not parallel.has_islands and getattr(parallel, name) is not None:
             problem = "is only for parallel.across: local_updates"
             fix = "remove it, or set parallel.across to local_updates"
@@ -38,6 +46,31 @@ def clusters_are_of_one_island(parallel: ParallelConfig) -> Iterator[ConfigError
         yield wrong("parallel.islands", problem, list(map(list, parallel.islands or ())), fix)
 
 
+def shares_suit_islands(parallel: ParallelConfig) -> Iterator[ConfigError]:
+    """Unlike shares of the batch need islands that take steps together; numbers, known ones."""
+    if parallel.shares is None or parallel.across == "pipeline":
+        return
+    problem = fix = ""
+    if parallel.across == "auto" and parallel.shares != SPEED:
+        problem = "must be speed with parallel.across: auto, which chooses the islands"
+        fix = f"use {SPEED}; or set parallel.across to local_updates, and parallel.islands"
+    elif parallel.is_mailbox:
+        problem = "is only for parallel.meet: direct: through a mailbox a fast island makes more "
+        problem += "steps, which count by their tokens"
+        fix = "remove it"
+    elif parallel.outer_rule.has_pairs:
+        problem = f"cannot be set with parallel.outer.rule: {parallel.outer_rule.rule}, whose "
+        problem += "pairs weigh alike"
+        fix = "remove it, or use the rule nesterov"
+    if problem:
+        yield wrong("parallel.shares", problem, as_asked(parallel.shares), fix)
+
+
+def as_asked(shares: Shares) -> str | list[int]:
+    """Shares as a run file has them, for a message."""
+    return shares if isinstance(shares, str) else list(shares)
+
+
 def mailbox_has_its_settings(parallel: ParallelConfig) -> Iterator[ConfigError]:
     if not parallel.is_mailbox:
         for name in ("mailbox", "quorum", "grace_s", "island", "place"):
@@ -51,7 +84,12 @@ def mailbox_has_its_settings(parallel: ParallelConfig) -> Iterator[ConfigError]:
     for name in ("fragments", "delay", "blend"):
         if (value := getattr(parallel, name)) is not None:
             problem = "is only for parallel.meet: direct: through a mailbox all of the model meets"
-            yield wrong(f"parallel.{name}", problem, value, "remove it")
+            fix = "remove it (steps hide the transfers all the same; a larger parallel.every sends "
+            fix += "less), or meet directly"
+            yield wrong(f"parallel.{name}", problem, value, fix)
+    if parallel.outer_memory is not None:
+        problem, fix = "is only for parallel.meet: direct", "remove it, or meet directly"
+        yield wrong("parallel.outer_memory", problem, parallel.outer_memory, fix)
     outer = parallel.outer_rule
     for name, plain in (("rule", "nesterov"), ("codec", "float32")):
         if (value := getattr(outer, name)) != plain:
@@ -152,6 +190,27 @@ def islands_have_no_average(
     if parallel.has_islands and optimizer.ema_decay is not None:
         problem, fix = "islands keep no average of weights so far", f"remove it, {PIPELINE}"
         yield wrong("optimizer.ema_decay", problem, optimizer.ema_decay, fix)
+
+
+def mixtures_are_of_islands(data: DataConfig, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    """The planner looks at the names where the clusters of the topology are the islands."""
+    if data.mixture_by_island is None:
+        return
+    where = "data.mixture_by_island"
+    if not parallel.has_islands:
+        problem = "is only for parallel.across: local_updates"
+        fix = "remove it, or set parallel.across to local_updates"
+        yield wrong(where, problem, data.mixture_by_island, fix)
+    if parallel.place:
+        yield from unknown_islands(data, parallel.place.names)
+
+
+def unknown_islands(data: DataConfig, names: Sequence[str]) -> Iterator[ConfigError]:
+    """A mistake for each mixture of an island that is none of these."""
+    for name in data.mixture_by_island or ():
+        if name not in names:
+            where = "data.mixture_by_island"
+            yield wrong(where, "names no island", name, schema.near(name, names))
 
 
 def islands_are_compared_by_time(

@@ -13,7 +13,7 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from holmesjax.islands.mailbox_records import IslandProgress, Merged
 from holmesjax.islands.mailbox_seat import JobProgress, MailboxSeat
 from holmesjax.islands.meeting import Arrays, with_weights
 from holmesjax.islands.rejoining import open_mailbox
-from holmesjax.islands.runner import Island, IslandsInputs, IslandsRunner
+from holmesjax.islands.runner import Island, IslandsInputs, IslandsRunner, step_of_island
 from holmesjax.plan.meeting_steps import MeetingSteps
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
@@ -69,25 +69,26 @@ class ApartPlacer:
     """Puts the island's own part of the order of the data on its devices.
 
     Step n of island k of K, with b sequences, has those from (n K + k) b on of the run's order. So
-    it does not depend on who else is there, and no two islands have a sequence in common.
+    it does not depend on who else is there, and no two islands have a sequence in common. With a
+    mixture of its own, it has the next b sequences of that (`Mixed.of_island`).
     """
 
     placer: Maker
     number: int  # of the island
-    count: int  # islands of the run
+    names: tuple[str, ...]  # of all islands
 
     def make(self, batches: Batches, what: Step | Validation) -> IslandsInputs:
         """Makes a batch; one of a validation is that of the run without islands, in parts."""
+        count = len(self.names)
         if isinstance(what, Step):
-            first = self.count * what.first_sequence + self.number * batches.global_batch
-            parts = {0: self.placer.make(batches, Step(first, what.global_batch))}
+            first, sizes = count * what.first_sequence, [what.global_batch] * count
+            own = step_of_island(batches, first, self.names, self.number, sizes)
+            parts = {0: self.placer.make(*own)}
         else:
             number, index = divmod(what.index, batches.num_validation)
-            all_parts = replace(batches, num_validation=self.count * batches.num_validation)
-            first = number * all_parts.num_validation + index * self.count
-            parts = {
-                k: self.placer.make(all_parts, Validation(first + k)) for k in range(self.count)
-            }
+            all_parts = replace(batches, num_validation=count * batches.num_validation)
+            first = number * all_parts.num_validation + index * count
+            parts = {k: self.placer.make(all_parts, Validation(first + k)) for k in range(count)}
         num_targets = sum(part.num_targets for part in parts.values())
         return IslandsInputs(num_targets=num_targets, microbatches={}, parts=parts)
 
@@ -138,12 +139,11 @@ class IslandApart(IslandsRunner):
         waits_for: Callable[[str], None] = lambda text: None,
         note: Callable[[Mapping[str, Any]], object] = lambda entry: None,
     ):
-        self._islands, self._waits_for = {0: island}, waits_for
-        count = len(place.names)
-        self.placer: Maker = ApartPlacer(island.runner.placer, place.number, count)
+        self._islands, self._waits_for, self._on_hosts = {0: island}, waits_for, False
+        self.placer: Maker = ApartPlacer(island.runner.placer, place.number, place.names)
         self._place, self._every, self._last = place, every, last
         self._tokens, self._limit_s = step_tokens, limit_s
-        self._all_tokens = place.steps * step_tokens * count
+        self._all_tokens = place.steps * step_tokens * len(place.names)
         self._mailbox, self._own_sent, self._consumed = mailbox, own_sent, consumed
         self._agreed = News()
         self._round = -1  # the newest that has landed
@@ -158,6 +158,17 @@ class IslandApart(IslandsRunner):
         self._grace_s, self._overdue = grace_s, 0  # the newest round that was said to be late
         self._bytes = (0, 0)
         self._note = note
+
+    def compare_data(self, batches: Batches, own_sets: Collection[str]) -> None:
+        """Compares the data with those of other islands, before it begins.
+
+        Args:
+          batches: that this process has read; all processes of the island have the same.
+          own_sets: the names of `data.validation`.
+
+        Raises as `Mailbox.claim_data`.
+        """
+        self._mailbox.claim_data(*rejoining.shared_data(batches, own_sets))
 
     # ---- what the processes of the island do alike ---------------------------------------------
 
@@ -208,7 +219,7 @@ class IslandApart(IslandsRunner):
                     self._mailbox.adopt(number, progress)
             except OSError as error:
                 raise of_system(error) from None
-        first = IslandProgress(0, done, self._consumed(done), 0)
+        first = None if standing.round >= 0 else IslandProgress(0, done, self._consumed(done), 0)
         self._mailbox.start(first, self._on_host(copies(params_of(states))))
         self._waits_for("the mailbox of the islands")
         self._mailbox.wait_for_any(self._limit_s)

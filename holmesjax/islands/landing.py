@@ -84,10 +84,12 @@ def landed(own: jax.Array, new: jax.Array, before: jax.Array | None) -> jax.Arra
 
 
 def with_updates(state: ChunkState, change: int) -> ChunkState:
-    """A state whose optimizer has counted so many updates more."""
-    updates = state.opt_state.updates
-    added = _add_program(updates.sharding)(updates, change)
-    return replace(state, opt_state=state.opt_state._replace(updates=added))
+    """A state whose schedule is so many updates further, which its moments have not seen."""
+    counts = {"updates": state.opt_state.updates}
+    if (missed := getattr(state.opt_state, "missed", None)) is not None:
+        counts["missed"] = missed
+    added = {name: _add_program(x.sharding)(x, change) for name, x in counts.items()}
+    return replace(state, opt_state=state.opt_state._replace(**added))
 
 
 def whole(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ A place that cannot be reached, or an object that is damaged, is said, and tried
 """
 
 import contextlib
+import errno
 import math
 import threading
 import time
@@ -18,10 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmesjax.errors import PeerError
+from holmesjax.errors import PeerError, of_system
+from holmesjax.files.whole_files import TEMPORARY
 from holmesjax.islands import mailbox_records as records
 from holmesjax.islands.election import RoundWatch
+from holmesjax.islands.global_weights import BACK_OFF_S, MOST_LOST, Arrays, GlobalWeights
 from holmesjax.islands.island_lease import IslandLease
+from holmesjax.islands.mailbox_claim import claim_data
 from holmesjax.islands.mailbox_places import Counted
 from holmesjax.islands.mailbox_records import (
     ROUNDS,
@@ -36,19 +40,14 @@ from holmesjax.islands.round_merging import (
     ScratchError,
     temporary,
     weights_of,
-    write_again,
     write_round,
     writing_here,
 )
-from holmesjax.islands.sent_parts import SentParts, read_part
+from holmesjax.islands.sent_parts import SentParts
 
 KEPT_ROUNDS = 4  # the newest, so that whoever reads one has the time to
 CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
-BACK_OFF_S = 5.0  # until what has failed is tried again
-MOST_BACK_OFF_S = 60.0  # for weights that look damaged, which are as many bytes as a round has
-MOST_LOST = 3  # fetches, or turns, in a row that fail, until that is no progress
-Arrays = dict[str, np.ndarray]  # by layer and name
 
 
 class News(NamedTuple):
@@ -79,7 +78,7 @@ class Mailbox:
       place: of the mailbox.
       seat: who this process is.
       rules: by which rounds are merged.
-      scratch: a folder of this process.
+      scratch: a folder of this process alone, whose `*.tmp` are removed.
       say: takes a line about what has happened.
       clock: seconds.
       poll_s: seconds between two looks.
@@ -99,6 +98,9 @@ class Mailbox:
     ):
         self.place, self._seat, self._rules = place, seat, rules
         self._scratch, self.say, self._clock = scratch, say, clock
+        if seat.writes:
+            for left in scratch.glob(TEMPORARY):  # by an earlier process that was killed
+                left.unlink(missing_ok=True)
         self._poll_s, self._wake = poll_s, threading.Event()
         self.session = seat.session
         self._changed = threading.Condition()
@@ -111,17 +113,14 @@ class Mailbox:
         self._opened = -1
         self._newest: Merged | None = None
         self._damaged: set[str] = set()  # objects that were said to be
-        self._suspect = -1  # a round whose weights looked damaged once
-        self._fetch_after_s = -1e9  # for the weights of that round
-        self._num_lost = 0  # fetches in a row that ended without weights
         self._num_failed = 0  # turns in a row that ended with an error
         self._open: set[str] = set()  # the islands that have sent something to the open round
         self._progress, self._moved_s = progress, -math.inf  # by time.monotonic
         self._is_waited_for = False
         place.advance = self._moved
-        self._again_after_s = -1e9  # for a round that is written again
         self.lease = IslandLease(place, seat.order, seat.name, seat.session, rules.lease_s, clock)
         self.sent = SentParts(place, seat.order, self.lease, self._say_damaged)
+        self._weights = GlobalWeights(place, seat, rules.outer, scratch, say, clock)
         self._held_s: float | None = clock()  # when the lease was held; None: it was said
         self._watch: RoundWatch | None = None
         self._tried = -1  # the round that this process has begun to merge
@@ -134,11 +133,27 @@ class Mailbox:
 
     # ---- for the thread of the steps -----------------------------------------------------------
 
+    def claim_data(self, digests: Mapping[str, str], files: Mapping[str, str]) -> None:
+        """Compares the data of a run with those of its other islands, as one process of an island.
+
+        Raises HolmesError for other data, and where the mailbox cannot be reached.
+        """
+        if self._seat.merges:
+            try:
+                claim_data(self.place, digests, files)
+            except OSError as error:
+                raise of_system(error) from None
+
     def start(
-        self, first: IslandProgress, arrays: Callable[[], Iterable[tuple[str, np.ndarray]]]
+        self, first: IslandProgress | None, arrays: Callable[[], Iterable[tuple[str, np.ndarray]]]
     ) -> None:
-        """Begins to work in threads; the weights are those of round 0, if there is no round."""
-        if self._seat.writes:
+        """Begins to work in threads.
+
+        Args:
+          first: with the weights of round 0, if there is no round; None: there must be one.
+          arrays: the weights.
+        """
+        if self._seat.writes and first is not None:
             self._first = _Letter(0, first, arrays, self.session)
         works = [self._work, self._hold_lease] if self._seat.merges else [self._work]
         self._threads = [threading.Thread(target=x, name="mailbox", daemon=True) for x in works]
@@ -241,7 +256,9 @@ class Mailbox:
         found = f"{len(self._islands_of(wanted))} of {self._quorum_of(wanted)} islands have sent"
         if newest >= wanted:
             problem = f"has not come within {limit_s:.0f} s"
-            found = f"its weights are in the mailbox, and {self._num_lost} fetches have failed"
+            found = (
+                f"its weights are in the mailbox, and {self._weights.num_lost} fetches have failed"
+            )
         if self._away_s is not None:
             found = self._what_fails
         return PeerError(
@@ -259,7 +276,7 @@ class Mailbox:
 
         Nor is it progress of steps, which nothing here holds up.
         """
-        if max(self._num_lost, self._num_failed) < MOST_LOST:
+        if max(self._weights.num_lost, self._num_failed) < MOST_LOST:
             self._moved_s = time.monotonic()
             if self._is_waited_for:
                 self._progress.advance()
@@ -421,6 +438,9 @@ class Mailbox:
     def _look(self, rounds: Mapping[int, Mapping[str, int]]) -> None:
         """Looks which round is the newest, who has sent to the next, and fetches weights."""
         newest = records.newest(rounds)
+        if self._newest and newest < (last := self._newest.round):
+            missing = last if records.MERGED not in rounds.get(last, ()) else last - 1
+            raise _other_place(f"round {missing}, which was there")
         if newest >= 0 and (self._newest is None or newest > self._newest.round):
             record = records.read_merged(self.place, newest)
             with self._changed:
@@ -434,6 +454,8 @@ class Mailbox:
             self.sent.read(following, open_ones)
         if self._first:
             if newest < 0 and not self._letters:
+                if self.place.read(records.RUN) is None:
+                    raise _other_place(f"{records.RUN}, which this job has read")
                 self._letters.append(self._first)
             self._first = None
         with self._changed:
@@ -453,71 +475,18 @@ class Mailbox:
     def _fetch(self, record: Merged, sizes: Mapping[str, int]) -> None:
         """Reads the global weights of a round that are for this process.
 
-        Those that look damaged twice are written again, and read again after a pause that grows.
         Raises DamagedObjectError, and OSError.
         """
-        if self._suspect == record.round and self._clock() < self._fetch_after_s:
+        if self._weights.pauses(record.round):
             return
         self.lease.fetches = record.round
         try:
-            weights = self._read(record, sizes)
-            self._num_lost, self._suspect = 0, -1
+            weights = self._weights.read(record, sizes)
             with self._changed:  # before the lease says that it is fetched no more
                 self._arrived[record.round] = Arrived(record, weights)
                 self._changed.notify_all()
         finally:
             self.lease.fetches = None
-
-    def _read(self, record: Merged, sizes: Mapping[str, int]) -> Arrays:
-        """Reads weights for `_fetch`, which are suspect afterwards where they look damaged."""
-        try:
-            records.refuse_outside(record.weights, record.file, sizes)
-            names = self._seat.names
-            return records.read_arrays(self.place, record.file, record.weights, names)
-        except (DamagedObjectError, FileNotFoundError):
-            is_sure, self._suspect = self._suspect == record.round, record.round
-            self._num_lost += 1
-            if self._num_lost == MOST_LOST:
-                self.say(f"{MOST_LOST} fetches of rounds in a row were given up")
-            pause_s = BACK_OFF_S * 2.0 ** min(self._num_lost - 2, 9) if is_sure else 0.0
-            self._fetch_after_s = self._clock() + min(pause_s, MOST_BACK_OFF_S)
-            if self._seat.merges and is_sure and self._write_again(record):
-                self._fetch_after_s = -1e9
-            raise
-
-    def _write_again(self, record: Merged) -> bool:
-        """Writes what is damaged of a round again, of exactly what was merged; whether it has.
-
-        It is no other round then: islands have gone on from it. Raises DamagedObjectError where
-        that is gone or damaged itself, and OSError.
-        """
-        number, folder = record.round, records.round_folder(record.round)
-        if self._clock() < self._again_after_s:
-            return False
-        self._again_after_s = self._clock() + BACK_OFF_S
-        try:
-            sizes = records.in_rounds(self.place.listed(folder)).get(number, {})
-            sent = {}
-            for island in [name for name in self._seat.order if name in record.sessions]:
-                names = records.sent_by(island, sizes)
-                of_session = [x for x in names if f".{record.sessions[island]}." in x]
-                parts = [read_part(self.place, f"{folder}/{x}", sizes) for x in of_session]
-                sent[island] = parts
-                if not records.are_whole(sent[island]):
-                    raise DamagedObjectError(f"what {island} has sent is gone")
-            write_again(
-                self.place,
-                self._scratch,
-                self._rules.outer,
-                record=record,
-                before=records.read_merged(self.place, number - 1) if number else None,
-                sent=sent,
-            )
-        except (DamagedObjectError, FileNotFoundError) as error:
-            text = f"round {number} is damaged and cannot be written again: {error}"
-            raise DamagedObjectError(text) from None
-        self.say(f"round {number} was damaged in the mailbox, and is written again")
-        return True
 
     def own_weights(self, number: int, step: int) -> Arrays | None:
         """The weights here that the island has sent to a round after a step; None: they are gone.
@@ -585,7 +554,7 @@ class Mailbox:
             self._merge_after_s = self._clock() + BACK_OFF_S
             self._say_damaged(str(error))
             assert before, "what is sent is a DamagedSentError"
-            self._write_again(before)
+            self._weights.write_again(before)
             return False
         finally:
             self.lease.merges = None
@@ -601,4 +570,10 @@ class Mailbox:
         fetched = self.lease.fetched()  # by somebody whose link is slow
         old_ones = [known for known in rounds if known <= number - KEPT_ROUNDS]
         for old in [known for known in old_ones if known not in fetched]:
-            self.place.remove([f"{records.round_folder(old)}/{name}" for name in rounds[old]])
+            folder = records.round_folder(old)
+            self.place.remove_folder(folder, [f"{folder}/{name}" for name in rounds[old]])
+
+
+def _other_place(lacks: str) -> OSError:
+    """The error of a place that is not what it was, as a folder whose file system is gone."""
+    return OSError(errno.ESTALE, f"it lacks {lacks}")

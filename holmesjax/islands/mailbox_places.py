@@ -42,6 +42,9 @@ class MailboxPlace(Protocol):
     def remove(self, names: Collection[str]) -> None:
         """Removes objects that are there."""
 
+    def remove_folder(self, name: str, names: Collection[str]) -> None:
+        """Removes the objects of a folder, and what a writer that was killed has left there."""
+
 
 class Folder:
     """A folder that all islands see."""
@@ -99,6 +102,18 @@ class Folder:
         for folder in {(self._path / name).parent for name in names}:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
+
+    def remove_folder(self, name: str, names: Collection[str]) -> None:
+        for left in (self._path / name).glob(TEMPORARY):
+            left.unlink(missing_ok=True)
+        self.remove(names)
+
+
+class MailboxStore(Mirror):
+    """An object store, which keeps nothing of an object that is not whole."""
+
+    def remove_folder(self, name: str, names: Collection[str]) -> None:
+        self.remove(names)
 
 
 def _raise_but_absent(error: OSError) -> None:
@@ -162,8 +177,12 @@ class Counted:
         self.requests += 1
         self.place.remove(names)
 
+    def remove_folder(self, name: str, names: Collection[str]) -> None:
+        self.requests += 1
+        self.place.remove_folder(name, names)
+
 
 def open_place(where: str) -> MailboxPlace:
     """The place of a mailbox, by the folder or the URL that a run names."""
     url = places.whole_url(where)
-    return Mirror(url) if url else Folder(Path(where))
+    return MailboxStore(url) if url else Folder(Path(where))

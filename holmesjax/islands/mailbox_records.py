@@ -1,6 +1,8 @@
 """The records of a mailbox, and the arrays in its objects. No JAX.
 
     run.json                               the run whose mailbox it is, made once
+    data.json                              the digests of its data, made once
+    data_files.DIGEST.json                 the digest of each file of them
     leases/ib.json                         written again and again by an island that lives
     rounds/00000007/ib.SESSION.0.bin       the weights of an island's stage 0: float32 numbers
                     ib.SESSION.0.json      what is in it; written behind it
@@ -27,6 +29,7 @@ from holmesjax.islands.mailbox_places import MailboxPlace
 from holmesjax.plan.mailbox_cost import PIECE_BYTES
 
 RUN, LEASES, ROUNDS, MERGED = "run.json", "leases", "rounds", "merged.json"
+DATA, FILES = "data.json", "data_files"
 _OF_ROUND = re.compile(rf"{ROUNDS}/(\d{{8}})/(.+)")
 _SENT = re.compile(r"(?P<island>.+)\.(?P<session>[0-9a-f]{16})\.(?P<part>\d+)\.json")
 
@@ -204,8 +207,16 @@ def in_rounds(listed: Mapping[str, int]) -> dict[int, dict[str, int]]:
 
 
 def newest(rounds: Mapping[int, Collection[str]]) -> int:
-    """The newest round that is merged, of those that `in_rounds` gives; -1: none is."""
-    return max((number for number, names in rounds.items() if MERGED in names), default=-1)
+    """The newest round that is merged, of those that `in_rounds` gives; -1: none is.
+
+    The round before it is there, too. Else it was merged into another folder, as one that lies
+    below a file system that has gone.
+
+    >>> newest({3: [MERGED], 4: [MERGED], 5: []}), newest({7: [MERGED]})
+    (4, -1)
+    """
+    merged = {number for number, names in rounds.items() if MERGED in names}
+    return max((number for number in merged if not number or number - 1 in merged), default=-1)
 
 
 def read_merged(place: MailboxPlace, number: int) -> "Merged":

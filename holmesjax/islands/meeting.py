@@ -75,6 +75,7 @@ class IslandMeetings:
       outer: the rule of the outer step.
       transport: moves weights; None: all islands are here.
       told: takes the step and the digests of a stage after each meeting; None: they are compared.
+      shares: of the batch that each island takes; empty: equal ones.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class IslandMeetings:
         outer: OuterConfig,
         transport: Transport | None = None,
         told: Callable[[int, Digests], None] | None = None,
+        shares: tuple[int, ...] = (),
     ):
         self.outer, self.count, self._told, self._num_rounds = outer, count, told, 0
+        self._shares = shares or (1,) * count
         self._codec, self._kept = codec_of(outer), kept_by(outer)
         self._homes = {k: _homes(chunks) for k, chunks in islands.items()}
         model = next(iter(islands.values()))[0].model
@@ -189,7 +192,8 @@ class IslandMeetings:
         momentum = own_arrays(island, "momentum")
         meeting.ahead[k], meeting.momentum[k] = {}, {}
         for name, x in sent.items():
-            step = _own_program(self.outer, self.count, x.sharding)
+            parts = sum(self._shares) / self._shares[k]
+            step = _own_program(self.outer, parts, x.sharding)
             meeting.ahead[k][name], meeting.momentum[k][name] = step(x, momentum[name])
 
     def send_again(
@@ -232,7 +236,7 @@ class IslandMeetings:
             theirs = {k: next(arriving) for k in others}
             sent = [own[name] if k == island else theirs[k] for k in range(self.count)]
             was, where = weights[name], weights[name].sharding
-            step = _owner_program(self.outer, where)
+            step = _owner_program(self.outer, self._shares, where)
             weights[name], momentum[name] = step(sent, was, momentum[name], before.get(name))
             back = weights[name]
             if not self._codec.is_exact:
@@ -437,16 +441,17 @@ def digests_of(trees: Sequence[Sequence[str]], arrays: Arrays) -> dict[str, str]
 
 @functools.cache
 def _owner_program(
-    outer: OuterConfig, where: NamedSharding
+    outer: OuterConfig, shares: tuple[int, ...], where: NamedSharding
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    return jax.jit(functools.partial(owner_step, outer), out_shardings=(where, where))
+    step = functools.partial(owner_step, outer, shares=shares)
+    return jax.jit(step, out_shardings=(where, where))
 
 
 @functools.cache
 def _own_program(
-    outer: OuterConfig, count: int, where: NamedSharding
+    outer: OuterConfig, parts: float, where: NamedSharding
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    step = lambda sent, momentum: own_step(outer, sent, count, momentum)
+    step = lambda sent, momentum: own_step(outer, sent, parts, momentum)
     return jax.jit(step, out_shardings=(where, where))
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from holmesjax.checkpoints import island_states, skipped_data
 from holmesjax.checkpoints.resume import Start
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, PlaceConfig
+from holmesjax.data.batches import Batches
+from holmesjax.data.sources import ONLY
 from holmesjax.errors import HolmesError, PeerError, of_system
 from holmesjax.files import places, run_folder
 from holmesjax.islands import mailbox_records as records
@@ -73,6 +75,26 @@ def _identity(config: Config) -> dict[str, Any]:
     return found
 
 
+def shared_data(
+    batches: Batches, own_sets: Collection[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The digests of the data that islands share, and of each file of them, by their names.
+
+    Args:
+      batches: of an island.
+      own_sets: the names of `data.validation`, which an island has of its own.
+    """
+    of_own = {f"validation set {name}" for name in own_sets}
+    digests = {name: x for name, x in batches.digests().items() if name not in of_own}
+    begins = tuple(f"{name}: " for name in own_sets)
+    files = {
+        name.removeprefix(f"{ONLY}: "): digest  # which it has beside sets of its own
+        for name, digest in batches.data.files.items()
+        if not name.startswith(begins)
+    }
+    return digests, files
+
+
 def open_mailbox(
     config: Config,
     run_dir: Path,
@@ -96,9 +118,8 @@ def open_mailbox(
         lease_s=config.distributed.heartbeat_timeout_s,
     )
     poll_s = STORE_POLL_S if places.is_url(str(parallel.mailbox)) else FOLDER_POLL_S
-    return Mailbox(
-        place_of(config), seat, rules, run_dir / SCRATCH, say, poll_s=poll_s, progress=progress
-    )
+    scratch = run_dir / SCRATCH / str(seat.part)  # only one process of a part writes
+    return Mailbox(place_of(config), seat, rules, scratch, say, poll_s=poll_s, progress=progress)
 
 
 def note(run_dir: Path, entry: Mapping[str, Any]) -> None:

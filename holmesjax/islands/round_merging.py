@@ -12,7 +12,7 @@ from holmesjax.config import OuterConfig
 from holmesjax.islands import mailbox_records as records
 from holmesjax.islands.mailbox_places import MailboxPlace
 from holmesjax.islands.mailbox_records import MERGED, DamagedObjectError, Index, Merged, Sent
-from holmesjax.islands.weighted_mean import merge
+from holmesjax.islands.merge import merge
 
 Arrays = dict[str, np.ndarray]  # by layer and name
 

@@ -19,8 +19,10 @@ from holmesjax.data.batches import Batches
 from holmesjax.islands.agreement import Digests
 from holmesjax.islands.crossings import first_stages
 from holmesjax.islands.gossip import Pairing, PairMeetings
-from holmesjax.islands.meeting import IslandMeetings, with_weights
+from holmesjax.islands.host_memory import to_devices, to_hosts
+from holmesjax.islands.meeting import IslandMeetings, States, with_weights
 from holmesjax.islands.streaming import Streaming
+from holmesjax.plan.island_shares import EVALUATES, validation_parts
 from holmesjax.plan.meeting_steps import MeetingSteps, steps_of
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk, ChunkState
@@ -33,7 +35,6 @@ from holmesjax.runtime.whole_step import WholeStep
 from holmesjax.transport.local import Transport
 
 OneIsland = Pipeline | WholeStep
-EVALUATES = 0  # the island that makes the validations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +49,59 @@ def _joined_inputs(parts: Mapping[int, Inputs]) -> IslandsInputs:
     return IslandsInputs(num_targets=num_targets, microbatches={}, parts=parts)
 
 
+def step_of_island(
+    batches: Batches, first: int, names: Sequence[str], number: int, sizes: Sequence[int]
+) -> tuple[Batches, Step]:
+    """The batches and the step of an island: its part of the run's batch, or of its own mixture.
+
+    Args:
+      first: sequences of the run before the step, of all islands alike.
+      names: of all islands.
+      number: of the island.
+      sizes: sequences of a step of each island.
+    """
+    size, in_run = sizes[number], first + sum(sizes[:number])
+    if batches.is_by_island:
+        of_mixture = Step(first * size // sum(sizes), size, first_draw=in_run)
+        return batches.of_island(number, names), of_mixture
+    return batches, Step(in_run, size)
+
+
 class IslandsPlacer:
     """Puts the parts of the islands here on their devices.
 
     Args:
       placers: of each island here, by its number.
-      count: islands of the run.
+      names: of all islands.
+      shares: of the batch that each island takes; empty: equal ones.
     """
 
-    def __init__(self, placers: Mapping[int, Maker], count: int):
-        self._placers, self._count = placers, count
+    def __init__(
+        self, placers: Mapping[int, Maker], names: Sequence[str], shares: Sequence[int] = ()
+    ):
+        self._placers, self._names, self._shares = placers, names, shares or [1] * len(names)
 
     def make(self, batches: Batches, what: Step | Validation) -> IslandsInputs:
         """Makes a batch of a run; island k has the k-th part of its sequences."""
-        count, size = self._count, batches.global_batch // self._count
+        sizes = [batches.global_batch * share // sum(self._shares) for share in self._shares]
         if isinstance(what, Step):
-            of_island = lambda k: Step(what.first_sequence + k * size, size)
+            first = what.first_sequence
+            of_island = lambda k: step_of_island(batches, first, self._names, k, sizes)
             return _joined_inputs(
-                {k: placer.make(batches, of_island(k)) for k, placer in self._placers.items()}
+                {k: placer.make(*of_island(k)) for k, placer in self._placers.items()}
             )
         if EVALUATES not in self._placers:
             return _joined_inputs({})
         number, index = divmod(what.index, batches.num_validation)
-        parts = replace(batches, global_batch=size, num_validation=count * batches.num_validation)
-        first = number * parts.num_validation + index * count
+        count = validation_parts(sizes[EVALUATES], batches.global_batch, batches.num_validation)
+        most = batches.num_validation * batches.global_batch
+        parts = replace(
+            batches, global_batch=sizes[EVALUATES], num_validation=count, most_validated=most
+        )
+        begin, end = (i * count // batches.num_validation for i in (index, index + 1))
         make = self._placers[EVALUATES].make
-        return _joined_inputs({k: make(parts, Validation(first + k)) for k in range(count)})
+        first = number * count
+        return _joined_inputs({k: make(parts, Validation(first + k)) for k in range(begin, end)})
 
 
 class Island(NamedTuple):
@@ -89,22 +117,27 @@ class IslandsRunner:
 
     Args:
       islands: those here, by their numbers.
-      count: islands of the run.
+      names: of all islands of the run.
       streaming: their meetings.
       waits_for: told what the process waits for, and "" when that has come.
+      shares: of the batch that each island takes; empty: equal ones.
+      on_hosts: whether what islands keep is in memory of hosts between meetings.
     """
 
     def __init__(
         self,
         islands: Mapping[int, Island],
-        count: int,
+        names: Sequence[str],
         streaming: Streaming | Pairing,
         waits_for: Callable[[str], None] = lambda text: None,
+        shares: Sequence[int] = (),
+        on_hosts: bool = False,
     ):
         self._islands, self._waits_for = islands, waits_for
-        self._streaming = streaming
+        self._streaming, self._shares = streaming, shares or [1] * len(names)
+        self._on_hosts = on_hosts
         self.placer: Maker = IslandsPlacer(
-            {k: island.runner.placer for k, island in islands.items()}, count
+            {k: island.runner.placer for k, island in islands.items()}, names, shares
         )
         self._done = 0  # steps
 
@@ -121,12 +154,21 @@ class IslandsRunner:
         """
         self._done = done
         with self._waiting():
-            return _joined(self._streaming.begin(self._split(states), done, written).values())
+            begun = _joined(self._streaming.begin(self._split(states), done, written).values())
+        return self.parked(begun)
 
     def settled(self, states: Sequence[ChunkState]) -> Sequence[ChunkState]:
-        """The states for a checkpoint, which has all that is on its way then."""
+        """The states for a checkpoint, on devices, which has all that is on its way then."""
         with self._waiting():
-            return _joined(self._streaming.settle(self._split(states)).values())
+            here = self._brought_to_devices(self._split(states))
+            return _joined(self._streaming.settle(here).values())
+
+    def parked(self, states: Sequence[ChunkState]) -> Sequence[ChunkState]:
+        """The states between meetings: what islands keep is where the run has it then."""
+        return _joined(to_hosts(self._split(states)).values()) if self._on_hosts else states
+
+    def _brought_to_devices(self, states: States) -> States:
+        return to_devices(states) if self._on_hosts else states
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -158,11 +200,11 @@ class IslandsRunner:
         self._done += 1
         if self._streaming.is_due(self._done):
             with self._waiting():
-                new = dict(self._streaming.after_step(new, self._done))
-        means = _mean(found)
+                new = dict(self._streaming.after_step(self._brought_to_devices(new), self._done))
+        means = _mean(found, [self._shares[k] for k in self._islands])
         if self._streaming.square_spread is not None:
             means["square_spread"] = self._streaming.square_spread
-        return _joined(new.values()), means
+        return list(self.parked(_joined(new.values()))), means
 
     def evaluate(self, states: Sequence[ChunkState], inputs: Inputs) -> float | None:
         """Sum of the losses of a batch's tokens, by the weights of the first island.
@@ -220,8 +262,8 @@ def _joined(states: Iterable[Sequence[ChunkState]]) -> list[ChunkState]:
     return [state for island in states for state in island]
 
 
-def _mean(found: Sequence[Metrics]) -> Metrics:
-    """Means of the islands' numbers; a step is skipped where any island has skipped it."""
+def _mean(found: Sequence[Metrics], shares: Sequence[int]) -> Metrics:
+    """Means of the islands' numbers by their shares; a step is skipped where any has skipped it."""
     if len(found) == 1:
         return found[0]
 
@@ -229,7 +271,11 @@ def _mean(found: Sequence[Metrics]) -> Metrics:
         return [jax.device_put(value, values[0].sharding) for value in values]
 
     of = lambda name: here([metrics[name] for metrics in found])
-    mean = lambda name: sum(of(name)[1:], of(name)[0]) / len(found)
+
+    def mean(name: str) -> jax.Array:
+        first, *others = (share * x for share, x in zip(shares, of(name), strict=True))
+        return sum(others, first) / sum(shares)
+
     is_flag = lambda name: found[0][name].dtype == bool
     means = {
         name: jnp.any(jnp.stack(of(name))) if is_flag(name) else mean(name)
@@ -249,6 +295,7 @@ def make_islands(
     plan: Plan,
     chunks: Sequence[Chunk],
     *,
+    names: Sequence[str],
     parallel: ParallelConfig,
     steps: int,
     eval_every: int = 0,
@@ -264,6 +311,7 @@ def make_islands(
     Args:
       plan: of the run.
       chunks: of all islands, or those of one that are in this process.
+      names: of all islands.
       parallel: the settings of the meetings.
       steps: of the run.
       eval_every: steps from one validation to the next; 0: there is none.
@@ -290,12 +338,12 @@ def make_islands(
             waits_for=waits_for,
         )
         islands[k] = Island(runner, len(of_island), firsts[k])
-    count = len(plan.islands)
+    count, shares, on_hosts = len(plan.islands), plan.batch_shares, parallel.outer_memory == "host"
     keeps, outer = EVALUATES if evaluates else None, parallel.outer_rule
     if outer.has_pairs:
         meetings = PairMeetings(here, count, outer, transport, told)
         pairing = Pairing(meetings, steps_of(parallel), steps, keeps, eval_every)
-        return IslandsRunner(islands, count, pairing, waits_for)
-    of_all = IslandMeetings(here, count, outer, transport, told)
+        return IslandsRunner(islands, names, pairing, waits_for, on_hosts=on_hosts)
+    of_all = IslandMeetings(here, count, outer, transport, told, shares)
     streaming = Streaming(of_all, chunks[0].model, parallel, steps, keeps)
-    return IslandsRunner(islands, count, streaming, waits_for)
+    return IslandsRunner(islands, names, streaming, waits_for, shares, on_hosts)

@@ -93,8 +93,13 @@ class Streaming:
 
     def is_due(self, step: int) -> bool:
         """Whether islands do something after a step."""
-        is_begun = self._steps.begins(step) is not None
-        return is_begun or step == self._last or self._flying is not None
+        if self._steps.begins(step) is not None or step == self._last:
+            return True
+        if self._flying is None:
+            return False
+        flight, meeting = self._flying
+        merges = not meeting.is_merged and step >= self._steps.merges(flight)
+        return merges or step >= flight.lands
 
     def after_step(self, states: States, step: int) -> States:
         """The states after what islands do together after a step.

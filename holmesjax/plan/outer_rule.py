@@ -14,6 +14,8 @@ from holmesjax.config import ModelConfig, OuterConfig
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.codecs import codec_of
 
+WORD_BYTES = 4  # of a number that islands keep, in float32
+
 
 def trained_sizes(model: ModelConfig) -> dict[str, int]:
     """Numbers of each parameter that trains, by layer and name: "block_000.up_DF"."""
@@ -48,7 +50,11 @@ def owners(sizes: Mapping[str, int], num_islands: int) -> dict[str, int]:
 
 
 def outer_step(
-    outer: OuterConfig, island_weights: Sequence[Any], weights: Any, momentum: Any
+    outer: OuterConfig,
+    island_weights: Sequence[Any],
+    weights: Any,
+    momentum: Any,
+    shares: Sequence[int] = (),
 ) -> tuple[Any, Any]:
     """The global weights and the momentum after a meeting; all arrays have one shape, float32.
 
@@ -60,8 +66,9 @@ def outer_step(
       island_weights: of each island, in the order of the islands.
       weights: the global weights of the meeting before.
       momentum: of the meeting before; zeros at first.
+      shares: as `mean_of` takes them.
     """
-    mean = mean_of(island_weights)
+    mean = mean_of(island_weights, shares)
     difference = weights - mean
     after = outer.decay * momentum + difference
     ahead = after if outer.nesterov else momentum
@@ -69,12 +76,31 @@ def outer_step(
     return mean + kept * difference - pushed * ahead, after
 
 
-def mean_of(arrays: Sequence[Any]) -> Any:
-    """The mean of arrays, added in their order."""
+def mean_of(arrays: Sequence[Any], shares: Sequence[int] = ()) -> Any:
+    """The mean of arrays, added in their order; where their shares differ, `weighted_mean`.
+
+    Args:
+      arrays: of one shape.
+      shares: of the tokens behind each; empty: equal ones.
+    """
+    if len(set(shares)) > 1:
+        return weighted_mean(arrays, shares)
     total = arrays[0]
     for array in arrays[1:]:
         total = total + array
     return total / len(arrays)
+
+
+def weighted_mean(arrays: Sequence[Any], tokens: Sequence[int]) -> Any:
+    """The mean of float32 arrays with a weight for each, summed in their order.
+
+    It is the first one and a share of the differences of the others to it: equal arrays, and one
+    alone, are their own mean to the bit.
+    """
+    total, mean = sum(tokens), arrays[0]
+    for array, count in zip(arrays[1:], tokens[1:], strict=True):
+        mean = mean + (count / total) * (array - arrays[0])
+    return mean
 
 
 def stepped(outer: OuterConfig, difference: Any, momentum: Any) -> tuple[Any, Any]:
@@ -113,7 +139,12 @@ def late_step(
 
 
 def owner_step(
-    outer: OuterConfig, sent: Sequence[Any], weights: Any, momentum: Any, before: Any
+    outer: OuterConfig,
+    sent: Sequence[Any],
+    weights: Any,
+    momentum: Any,
+    before: Any,
+    shares: Sequence[int] = (),
 ) -> tuple[Any, Any]:
     """The global weights and the momentum of what an owner has after a meeting, by the rule.
 
@@ -123,20 +154,21 @@ def owner_step(
       weights: the global weights.
       momentum: before.
       before: the global weights of the meeting before the last, which CO2 needs; else None.
+      shares: as `mean_of` takes them.
     """
     if outer.rule == "nesterov" and sends_weights(outer):
-        return outer_step(outer, sent, weights, momentum)
+        return outer_step(outer, sent, weights, momentum, shares)
     if sends_weights(outer):
-        difference = before - mean_of(sent)
+        difference = before - mean_of(sent, shares)
     else:
-        difference = mean_of(list(map(codec_of(outer).decode, sent)))
+        difference = mean_of(list(map(codec_of(outer).decode, sent)), shares)
     if outer.rule == "co2":
         return late_step(outer, difference, weights, before, momentum)
     step, after = stepped(outer, difference, momentum)
     return weights - step, after
 
 
-def own_step(outer: OuterConfig, sent: Any, num_islands: int, momentum: Any) -> tuple[Any, Any]:
+def own_step(outer: OuterConfig, sent: Any, parts: float, momentum: Any) -> tuple[Any, Any]:
     """An island's own part of the next step, which it takes at once, and the momentum of its parts.
 
     By linearity the steps of eager updates are those of the global weights one round late, and
@@ -145,10 +177,10 @@ def own_step(outer: OuterConfig, sent: Any, num_islands: int, momentum: Any) -> 
     Args:
       outer: the rule.
       sent: the encoded difference that the island sends.
-      num_islands: of the run.
+      parts: by which the island's tokens are those of all: of equal ones, how many there are.
       momentum: of its own parts, before.
     """
-    return stepped(outer, codec_of(outer).decode(sent) / num_islands, momentum)
+    return stepped(outer, codec_of(outer).decode(sent) / parts, momentum)
 
 
 class KeptArrays(NamedTuple):
@@ -156,6 +188,10 @@ class KeptArrays(NamedTuple):
 
     owned: tuple[str, ...]  # of the parameters that it owns
     own: tuple[str, ...]  # of all of its parameters
+
+    def num_bytes(self, num_owned: int, num_all: int) -> int:
+        """Their bytes, of so many numbers that the island owns among so many that it has."""
+        return WORD_BYTES * (len(self.owned) * num_owned + len(self.own) * num_all)
 
 
 def kept_by(outer: OuterConfig) -> KeptArrays:
@@ -168,6 +204,22 @@ def kept_by(outer: OuterConfig) -> KeptArrays:
     known = () if codec_of(outer).is_exact or outer.has_pairs else ("known",)
     own = ("start", "momentum") if outer.rule in ("noloco", "eager") else ()
     return KeptArrays(owned.get(outer.rule, ("weights", "momentum")), own + known)
+
+
+def kept_bytes(sizes: Mapping[str, int], num_islands: int, outer: OuterConfig) -> list[int]:
+    """The bytes that each island keeps between meetings, over all of its devices.
+
+    >>> kept_bytes({"a": 4, "b": 3}, 2, OuterConfig())
+    [32, 24]
+
+    Args:
+      sizes: numbers of each parameter that trains, by its name.
+      num_islands: of the run.
+      outer: the rule of the meetings.
+    """
+    owner, kept = owners(sizes, num_islands), kept_by(outer)
+    owned = [sum(n for name, n in sizes.items() if owner[name] == k) for k in range(num_islands)]
+    return [kept.num_bytes(n, sum(sizes.values())) for n in owned]
 
 
 def sends_weights(outer: OuterConfig) -> bool:

@@ -10,17 +10,8 @@ from dataclasses import replace
 from holmesjax.config import Config, PlaceConfig
 from holmesjax.errors import PlanError
 from holmesjax.files import places
-from holmesjax.planner.islands import clusters_of, part_of
+from holmesjax.planner.islands import clusters_of, name_of, part_of
 from holmesjax.topology.machines import Topology
-
-
-def name_of(clusters: tuple[str, ...]) -> str:
-    """The name of an island, which is that of its run folder.
-
-    >>> name_of(("a", "b"))
-    'a+b'
-    """
-    return "+".join(clusters)
 
 
 def alone(config: Config, topology: Topology) -> tuple[Config, Topology]:

@@ -8,8 +8,11 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from holmesjax.config import Config
+from holmesjax.config.island_checks import OF_ISLANDS, OF_LOCAL_UPDATES, unknown_islands
+from holmesjax.config.sections import SPEED
 from holmesjax.config.training_sections import FINAL_FRACTION
 from holmesjax.costs.stage_shape import LOGIT_BYTES
 from holmesjax.errors import PlanError
@@ -17,15 +20,17 @@ from holmesjax.layer_specs.model_layers import layers
 from holmesjax.plan.codecs import codec_of
 from holmesjax.plan.mailbox_cost import mailbox_cost
 from holmesjax.plan.meeting_steps import are_equal_after_meetings, fragment_of, steps_of
-from holmesjax.plan.outer_rule import kept_by, owners, sends_weights, trained_sizes
+from holmesjax.plan.outer_rule import WORD_BYTES, kept_by, owners, sends_weights, trained_sizes
 from holmesjax.plan.plan import MeetingCost, Plan, StagePlan
+from holmesjax.planner.island_batches import by_speed, sizes_of
 from holmesjax.planner.meeting_times import MeetingPaths, meeting_cost
 from holmesjax.schedules.pipeline_schedules import SCHEDULES
 from holmesjax.topology import upgrades
 from holmesjax.topology.machines import Topology
 from holmesjax.units import show
 
-WORD_BYTES = 4  # of a number that islands keep, in float32
+# Of the memory of a stage, what is there while no step computes; the rest may be there, too.
+BETWEEN_STEPS = ("parameters", "optimizer", "replicas", "average")
 
 
 def plan_islands(
@@ -47,36 +52,8 @@ def plan_islands(
     names = clusters_of(config, topology)
     _refuse_untrained_changes(config)
     _refuse_empty_fragments(config)
-    count = len(names)
-    own = island_config(config, count)
-    sizes = trained_sizes(config.model)
-    owner = owners(sizes, count)
-
-    def make(settings: Config, k: int) -> Plan:
-        found = _on(topology, plan_one(settings, part_of(topology, names[k])), names[k])
-        _refuse_shared_table(config, found, k)
-        # Through a mailbox each island has all global weights, and a copy of what it has sent.
-        is_own = lambda island: island == k or config.parallel.is_mailbox
-        owned = {name for name, island in owner.items() if is_own(island)}
-        own_bytes = functools.partial(_outer_bytes, config, count, owned, keeps=k == 0)
-        stages = tuple(_with_outer(stage, own_bytes(stage), sizes) for stage in found.stages)
-        return replace(found, stages=stages)
-
-    parallel, islands = own.parallel, []
-    may_compute_again = not (
-        parallel.activation_checkpointing
-        or parallel.recomputed_layers
-        or (parallel.schedule and SCHEDULES[parallel.schedule].splits_backward)
-    )
-    for k in range(count):
-        island = make(own, k)
-        # A search lets as few layers compute again as memory holds, without what meetings need.
-        if may_compute_again and _excess(island, topology, usable_memory):
-            full = replace(own, parallel=replace(parallel, activation_checkpointing="full"))
-            island = make(full, k)
-        if error := _excess(island, topology, usable_memory):
-            raise error
-        islands.append(island)
+    _refuse_few_sequences(config, len(names))
+    islands = _island_plans(config, topology, names, plan_one, usable_memory)
     paths = MeetingPaths(config, topology, islands)
     slowest = max(islands, key=lambda plan: plan.step_time_s)
     meeting = (
@@ -105,6 +82,67 @@ def plan_islands(
     )
 
 
+def _island_plans(
+    config: Config,
+    topology: Topology,
+    names: Sequence[Sequence[str]],
+    plan_one: Callable[[Config, Topology], Plan],
+    usable_memory: float,
+) -> Sequence[Plan]:
+    """The plan of each island, with the memory of its meetings. Raises as `plan_islands`.
+
+    `names` are the clusters of each island.
+    """
+    count = len(names)
+    sizes = trained_sizes(config.model)
+    owner = owners(sizes, count)
+
+    def make(settings: Config, k: int) -> Plan:
+        found = _on(topology, plan_one(settings, part_of(topology, names[k])), names[k])
+        _refuse_shared_table(config, found, k)
+        # Through a mailbox each island has all global weights, and a copy of what it has sent.
+        is_own = lambda island: island == k or config.parallel.is_mailbox
+        owned = {name for name, island in owner.items() if is_own(island)}
+        stages = tuple(
+            _with_outer(
+                stage,
+                _kept_bytes(config, owned, stage),
+                _passing_bytes(config, count, stage, keeps=k == 0),
+                sizes,
+                on_host=config.parallel.outer_memory == "host",
+            )
+            for stage in found.stages
+        )
+        return replace(found, stages=stages)
+
+    parallel = without_islands(config).parallel
+    may_compute_again = not (
+        parallel.activation_checkpointing
+        or parallel.recomputed_layers
+        or (parallel.schedule and SCHEDULES[parallel.schedule].splits_backward)
+    )
+
+    @functools.cache
+    def planned(k: int, sequences: int) -> Plan:
+        own = island_config(config, sequences)
+        island = make(own, k)
+        # A search lets as few layers compute again as memory holds, without what meetings need.
+        if may_compute_again and _excess(island, topology, usable_memory):
+            full = replace(own, parallel=replace(parallel, activation_checkpointing="full"))
+            island = make(full, k)
+        if error := _excess(island, topology, usable_memory):
+            raise error
+        return island
+
+    def plan_all(batches: Sequence[int]) -> list[Plan]:
+        return [planned(k, sequences) for k, sequences in enumerate(batches)]
+
+    if config.parallel.shares == SPEED:
+        parts = [part_of(topology, clusters) for clusters in names]
+        return by_speed(config, parts, plan_all)
+    return plan_all(sizes_of(config, count))
+
+
 def _step_dollars(
     config: Config, islands: Sequence[Plan], paths: MeetingPaths, step_s: float
 ) -> dict[str, float]:
@@ -127,12 +165,30 @@ def clusters_of(config: Config, topology: Topology) -> tuple[tuple[str, ...], ..
     known = [cluster.name for cluster in topology.clusters]
     names = config.parallel.islands or tuple((name,) for name in known)
     refuse_unknown_clusters(names, topology)
+    if not config.parallel.place:
+        for mistake in unknown_islands(config.data, list(map(name_of, names))):
+            raise mistake
     parts = len(names) * (config.parallel.microbatches or 1)
-    if config.train.global_batch % parts:
+    if config.parallel.shares is None and config.train.global_batch % parts:
         problem = f"must be a multiple of {parts}, the microbatches of all islands, which are equal"
         found, fix = config.train.global_batch, "use another batch, or other islands"
         raise PlanError("train.global_batch", problem, found=found, fix=fix)
     return names
+
+
+def name_of(clusters: tuple[str, ...]) -> str:
+    """The name of an island, which settings have and, where it is a job, its run folder.
+
+    >>> name_of(("a", "b"))
+    'a+b'
+    """
+    return "+".join(clusters)
+
+
+def names_of(config: Config, topology: Topology) -> tuple[str, ...]:
+    """The names of all islands of a run, by their numbers. Raises as `clusters_of`."""
+    place = config.parallel.place
+    return place.names if place else tuple(map(name_of, clusters_of(config, topology)))
 
 
 def refuse_unknown_clusters(names: Sequence[Sequence[str]], topology: Topology) -> None:
@@ -187,15 +243,16 @@ def _refuse_shared_table(config: Config, plan: Plan, island: int) -> None:
         )
 
 
-def island_config(config: Config, count: int) -> Config:
-    """The config of one island: a part of the batch, on one pipeline.
-
-    Raises PlanError where the batch has no sequence for each island.
-    """
+def _refuse_few_sequences(config: Config, count: int) -> None:
+    """Raises PlanError if the batch has no sequence for each island."""
     if config.train.global_batch < count:
         problem, fix = f"must be at least {count}, a sequence for each island", "use fewer islands"
         raise PlanError("train.global_batch", problem, found=config.train.global_batch, fix=fix)
-    part = replace(config.train, global_batch=config.train.global_batch // count)
+
+
+def island_config(config: Config, sequences: int) -> Config:
+    """The config of one island, which takes so many sequences of a step, on one pipeline."""
+    part = replace(config.train, global_batch=sequences)
     # Steps and tokens count for all islands together: no island has a schedule of its own.
     optimizer = replace(
         config.optimizer,
@@ -217,23 +274,10 @@ def island_config(config: Config, count: int) -> Config:
 
 def without_islands(config: Config) -> Config:
     """The same run as one pipeline."""
-    parallel = replace(
-        config.parallel,
-        across="pipeline",
-        islands=None,
-        every=None,
-        outer=None,
-        fragments=None,
-        delay=None,
-        blend=None,
-        meet="direct",
-        mailbox=None,
-        quorum=None,
-        grace_s=None,
-        island=None,
-        place=None,
-    )
-    return replace(config, parallel=parallel)
+    none: dict[str, Any] = dict.fromkeys((*OF_ISLANDS, *OF_LOCAL_UPDATES))
+    parallel = replace(config.parallel, across="pipeline", meet="direct", **none)
+    data = replace(config.data, mixture_by_island=None)
+    return replace(config, parallel=parallel, data=data)
 
 
 def part_of(topology: Topology, clusters: Sequence[str]) -> Topology:
@@ -255,20 +299,27 @@ def _on(topology: Topology, plan: Plan, clusters: Sequence[str]) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _outer_bytes(
-    config: Config, count: int, owned: set[str], stage: StagePlan, keeps: bool
-) -> float:
-    """The bytes that a stage has for meetings: what its island owns, and what is on its way.
+def _kept_bytes(config: Config, owned: set[str], stage: StagePlan) -> float:
+    """The bytes that a stage keeps between meetings, of what its island owns and of its own."""
+    here, kept = _sizes_of(config, stage), kept_by(config.parallel.outer_rule)
+    owned_here = sum(n for name, n in here.items() if name in owned)
+    return float(kept.num_bytes(owned_here, sum(here.values())))
+
+
+def _sizes_of(config: Config, stage: StagePlan) -> dict[str, int]:
+    sizes = trained_sizes(config.model)
+    return {name: n for name, n in sizes.items() if _layer(name) in stage.layers}
+
+
+def _passing_bytes(config: Config, count: int, stage: StagePlan, keeps: bool) -> float:
+    """The bytes that a stage has besides for meetings: what is on its way, above all.
 
     A fragment on its way is there once for the owners, and what comes is beside it. The first
     island keeps all global weights where it validates while islands have none in common.
     """
-    sizes = trained_sizes(config.model)
-    here = {name: n for name, n in sizes.items() if _layer(name) in stage.layers}
-    outer, steps = config.parallel.outer_rule, steps_of(config.parallel)
-    kept, num_bytes = kept_by(outer), codec_of(outer).num_bytes
-    all_here, owned_here = sum(here.values()), sum(n for name, n in here.items() if name in owned)
-    found = float(WORD_BYTES * (len(kept.owned) * owned_here + len(kept.own) * all_here))
+    here, outer = _sizes_of(config, stage), config.parallel.outer_rule
+    steps, num_bytes = steps_of(config.parallel), codec_of(outer).num_bytes
+    all_here, found = sum(here.values()), 0.0
     if outer.has_pairs:
         # Its difference, and what comes of the other. The new slow weights, the momentum and the
         # weights are there beside the old ones.
@@ -280,24 +331,41 @@ def _outer_bytes(
         loads = Counter[int]()
         for name, n in here.items():
             loads[fragments[_layer(name)]] += n
-        found += num_bytes * max(loads.values(), default=0) * (1 + 2 * (count - 1) / count)
+        most = max(loads.values(), default=0)
+        found += num_bytes * most * (1 + 2 * (count - 1) / count)
+        if config.parallel.outer_memory == "host":  # what goes back is no part of what it keeps
+            found += num_bytes * most / count
     if keeps and config.train.eval_every and not are_equal_after_meetings(config.parallel):
         found += WORD_BYTES * all_here
     return found
 
 
-def _with_outer(stage: StagePlan, outer_bytes: float, sizes: Mapping[str, int]) -> StagePlan:
+def _with_outer(
+    stage: StagePlan,
+    kept_bytes: float,
+    passing_bytes: float,
+    sizes: Mapping[str, int],
+    on_host: bool,
+) -> StagePlan:
     """The stage with the memory of meetings, which lies over its devices as its parameters do.
 
     Args:
       stage: of the island.
-      outer_bytes: on all devices together, each number once.
+      kept_bytes: between meetings, on all devices together, each number once.
+      passing_bytes: besides.
       sizes: numbers of each parameter that trains, by its name.
+      on_host: whether what is kept is on devices while islands meet alone. Nothing that only steps
+        have is there then: what is kept needs more room only where it is more than that.
     """
     numbers = sum(n for name, n in sizes.items() if _layer(name) in stage.layers)
     own_bytes = stage.memory_bytes["parameters"]  # in float32: islands have no other weights
     share = own_bytes / (WORD_BYTES * numbers) if numbers else 0.0
-    return replace(stage, memory_bytes={**stage.memory_bytes, "outer": share * outer_bytes})
+    kept_bytes, passing_bytes = share * kept_bytes, share * passing_bytes
+    if on_host:
+        of_steps = sum(n for what, n in stage.memory_bytes.items() if what not in BETWEEN_STEPS)
+        kept_bytes = max(0.0, kept_bytes - of_steps)
+    outer_bytes = kept_bytes + passing_bytes
+    return replace(stage, memory_bytes={**stage.memory_bytes, "outer": outer_bytes})
 
 
 def _layer(name: str) -> str:

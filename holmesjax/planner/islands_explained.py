@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holmesjax.config import Config
-from holmesjax.errors import ConfigError, PlanError
+from holmesjax.errors import HolmesError
 from holmesjax.plan.device_pool import USABLE_MEMORY
 from holmesjax.plan.plan import Plan
 from holmesjax.plan.ways import ChosenWay, Way
@@ -64,19 +64,21 @@ def explain_run(
     if config.parallel.has_islands:
         names = clusters_of(config, topology)
     if choice is not None:
+        plan = choice.plan
         ways, notes = _compared(choice, topology, say, usable_memory)
     else:
         plan = make_plan(config, topology, say, usable_memory)
+        equal = _equal_islands(plan, config, topology, say, usable_memory)
         say("one pipeline")
         pipeline = _pipeline(config, topology, say, usable_memory)
-        ways = (*_ways(plan, config, topology), pipeline)
-    own = island_config(config, len(names)) if names else config
+        ways = (*_ways(plan, config, topology), *equal, pipeline)
+    own = [island_config(config, island.global_batch) for island in plan.islands] or [config]
     parts = [part_of(topology, clusters) for clusters in names] or [topology]
     return IslandsExplanation(
         tokens=config.train.global_batch * config.model.context_length,
         ways=ways,
         clusters=names,
-        islands=tuple(explain_one(own, part) for part in parts),
+        islands=tuple(map(explain_one, own, parts)),
         notes=notes,
     )
 
@@ -90,8 +92,9 @@ def _compared(
         allowed = replace(choice.asked.plan, allow=("local_updates",))
         try:
             choice = choose(replace(choice.asked, plan=allowed), topology, say, usable_memory)
-        except ConfigError as error:
-            return (way_of_pipeline(choice.plan),), (f"islands are not possible: {error}",)
+        except HolmesError as error:  # also of the checks of settings
+            why = f"{error.where}: {error.problem}"
+            return (way_of_pipeline(choice.plan),), (f"islands are not possible: {why}",)
         notes.append("islands need plan.allow=[local_updates]: the run is a pipeline without it")
     if choice.num_slower:
         notes.append(
@@ -121,11 +124,29 @@ def _ways(plan: Plan, config: Config, topology: Topology) -> Iterator[Way]:
         yield way_of_islands(plan, cost, config.plan.islands_more_tokens)
 
 
+def _equal_islands(
+    plan: Plan, config: Config, topology: Topology, say: Saying, usable_memory: float
+) -> Iterator[Way]:
+    """Yields the way of the same islands with equal shares, if those of the plan are unlike."""
+    if len(set(plan.batch_shares)) == 1:
+        return
+    say(what := "islands of equal shares")
+    try:
+        alike = replace(config, parallel=replace(config.parallel, shares=None))
+        equal = make_plan(alike, topology, say, usable_memory)
+    except HolmesError as error:
+        yield Way(what=what, why=f"not possible: {error.problem}")
+        return
+    assert equal.meeting is not None, "the plan has islands"
+    way = way_of_islands(equal, equal.meeting, config.plan.islands_more_tokens)
+    yield replace(way, what=what)
+
+
 def _pipeline(config: Config, topology: Topology, say: Saying, usable_memory: float) -> Way:
     """The best plan without islands."""
     try:
         return way_of_pipeline(make_plan(without_islands(config), topology, say, usable_memory))
-    except PlanError as error:
+    except HolmesError as error:
         return Way(what=PIPELINE, why=f"not possible: {error.problem}")
 
 

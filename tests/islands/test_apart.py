@@ -1,7 +1,10 @@
 """Islands that are jobs of their own: what lands on one, its data, and what is refused."""
 
+import contextlib
+import functools
 import io
 import os
+import random
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -18,10 +21,11 @@ from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import HolmesError, PeerError
-from holmesjax.islands import apart, rejoining
+from holmesjax.islands import apart, mailbox_records as records, rejoining
 from holmesjax.islands.apart import ApartPlacer, IslandApart, _Sent
 from holmesjax.islands.landing import RoundStanding
 from holmesjax.islands.mailbox import Arrived, Mailbox
+from holmesjax.islands.mailbox_claim import claim, claim_data
 from holmesjax.islands.mailbox_places import Counted, Folder
 from holmesjax.islands.mailbox_records import IslandProgress, Merged
 from holmesjax.islands.mailbox_seat import MailboxSeat, Rules
@@ -105,7 +109,7 @@ def test_what_lands_is_the_global_weights_and_the_change_since(tmp_path):
         island.step()
         sent = host(island, "params")
         theirs = {name: x + np.float32(0.01) for name, x in sent.items()}
-        other.send(1, theirs, tokens=3 * TOKENS)
+        other.send(1, theirs, tokens=5 * TOKENS)
         island.step()
         now = host(island, "params")
         runner._mailbox.record(1, LIMIT_S)
@@ -114,13 +118,14 @@ def test_what_lands_is_the_global_weights_and_the_change_since(tmp_path):
         island._loop.states = landed
         new, known = host(island, "params"), host(island, "outer")
         for name, x in first.items():
-            mean = np.average([sent[name], theirs[name]], axis=0, weights=[2, 3]).astype(np.float64)
+            mean = np.average([sent[name], theirs[name]], axis=0, weights=[2, 5]).astype(np.float64)
             expected, _ = diloco(OuterConfig(), [mean], x.astype(np.float64), 0 * x)
             np.testing.assert_allclose(known[name], expected, rtol=0, atol=1e-6)
             change = now[name].astype(np.float64) - sent[name]
             np.testing.assert_allclose(new[name], expected + change, rtol=0, atol=1e-6)
-        # Five half steps are two whole ones, and then its own that is not merged.
-        assert int(landed[0].opt_state.updates) == 3
+        # Seven half steps are three whole ones, and then its own that is not merged.
+        opt_state = landed[0].opt_state
+        assert (int(opt_state.updates), int(opt_state.missed)) == (4, 4 - 3)
         island.step()
         assert runner._sent is None
         island.stop()
@@ -142,6 +147,8 @@ def test_an_island_that_comes_back_goes_on_with_the_newest_weights(tmp_path):
         assert "leaves out 8 sequences behind step 3 (the global weights have them)" in text
         own, base = host(again, "params"), host(again, "outer")
         assert again._loop.runner.round == before.round
+        opt_state = again._loop.states[0].opt_state
+        assert int(opt_state.updates) - int(opt_state.missed) == 4
         # One step of Adam changes no number by much more than the learning rate.
         assert max(np.abs(own[name] - base[name]).max() for name in own) < 0.01
         again._abandon()
@@ -232,10 +239,9 @@ def test_a_step_of_another_round_is_not_what_was_sent(monkeypatch):
 
 
 def wait_for_the_mailbox(island):
-    """Until what the island has sent is merged."""
+    """Until what the island has sent is merged and has come back, so that it lands next."""
     runner, end_s = island._loop.runner, time.monotonic() + LIMIT_S
-    box = runner._mailbox
-    while runner._sent and box._newest.round < runner._sent.round:
+    while runner._sent and runner.news().arrived < runner._sent.round:
         assert time.monotonic() < end_s
         time.sleep(0.02)
 
@@ -252,14 +258,15 @@ class Noted:
 def test_islands_share_the_order_of_the_data_and_have_nothing_in_common():
     """However many steps each takes. A validation has the sequences of the run without islands."""
     batches = Batches.__new__(Batches)
-    for name, value in {"global_batch": 4, "num_validation": 2}.items():
+    data = SimpleNamespace(train=None)  # no mixture
+    for name, value in {"global_batch": 4, "num_validation": 2, "data": data}.items():
         object.__setattr__(batches, name, value)
-    steps = {0: 6, 1: 2, 2: 3}
+    steps, names = {0: 6, 1: 2, 2: 3}, ("a", "b", "c")
     seen = [
         sequence
         for k, count in steps.items()
         for n in range(count)
-        for part in ApartPlacer(Noted(), k, 3).make(batches, Step(4 * n, 4)).parts.values()
+        for part in ApartPlacer(Noted(), k, names).make(batches, Step(4 * n, 4)).parts.values()
         for sequence in part.microbatches[0]
     ]
     assert len(seen) == len(set(seen)) == 4 * sum(steps.values())
@@ -314,11 +321,48 @@ def test_jobs_of_islands_with_unlike_settings_are_refused_by_name(tmp_path):
         "data.documents": "mask",
         "model.width": 64,
     }
+    path = tmp_path / "box" / records.RUN  # as an earlier version wrote it, whose islands had none
+    content = records.opened(path.read_bytes(), records.RUN)
+    del content["data.mixture_by_island"]
+    path.write_bytes(records.sealed(content))
+    place = rejoining.place_of(config())
+    with pytest.raises(HolmesError, match="mixture_by_island: None, not"):
+        claim(place, {**content, "data.mixture_by_island": {"ib": {"one": 1.0}}}, "box")
     for name, value in unlike.items():
         with pytest.raises(HolmesError, match="mailbox of another run") as error:
             rejoining.place_of(config(**own, **{name: value}))
         assert f"found: {name}: " in str(error.value)
         assert str(error.value).count(", not ") == 1
+
+
+def test_islands_with_other_files_under_one_name_are_refused(tmp_path):
+    """Each start is compared; sets of `data.validation` are of one island alone."""
+    place = Counted(Folder(tmp_path))
+    digests = {"train": "1" * 64, "validation": "2" * 64, "order": "3" * 64}
+    files = {"a.txt": "4" * 64, "b.txt": "5" * 64, "c.txt": "6" * 64}
+    data = SimpleNamespace(files={f"corpus: {k}": x for k, x in files.items()} | {"own: a": "7"})
+    batches = SimpleNamespace(digests=lambda: {**digests, "validation set own": "8"}, data=data)
+    assert rejoining.shared_data(batches, ["own"]) == (digests, files)
+    for _ in range(2):
+        claim_data(place, digests, files)
+    other = {"a.txt": files["a.txt"], "b.txt": "9" * 64, "d.txt": "0" * 64}
+    with pytest.raises(HolmesError) as error:
+        claim_data(place, {**digests, "train": "9" * 64}, other)
+    both = "b.txt: SHA-256 555555555555, and SHA-256 999999999999 here; "
+    both += (
+        "c.txt: SHA-256 666666666666, and missing here; d.txt: missing, and SHA-256 000000000000"
+    )
+    for words in ("other data (train)", both, "data.paths"):
+        assert words in str(error.value)
+    with pytest.raises(HolmesError, match="in another order"):
+        claim_data(place, {**digests, "order": "9" * 64}, files)
+    damaged = tmp_path / "data.json"
+    damaged.write_bytes(b"cut")
+    with pytest.raises(HolmesError, match="has a damaged record of its data"):
+        claim_data(place, {**digests, "train": "9" * 64}, other)
+    damaged.unlink()  # as the message says
+    claim_data(place, digests, files)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_job_of_an_island_has_its_part(tmp_path):
@@ -340,12 +384,8 @@ def test_an_island_is_stopped_and_one_is_killed_and_both_end_with_the_same_weigh
 
     It was killed before its first checkpoint, so it begins with the weights of the mailbox.
     """
-    settings = [f"{name}={value}" for name, value in (SMALL | MAILBOX).items() if value is not None]
-    words = [RUN, *settings, f"run.dir={tmp_path}", "train.steps=60", "train.log_every_s=0"]
-    words += ["distributed.heartbeat_timeout_s=2", "parallel.grace_s=1", "checkpoint.every=1000"]
-    words += ["parallel.tensor=1", "parallel.schedule=1f1b", "parallel.every=5"]
-    start = lambda name: RunningJob(*words, f"parallel.island={name}", env=compiling_once(tmp_path))
-    with start("ib") as stopped, start("roce") as killed:
+    start = functools.partial(start_island, tmp_path, "checkpoint.every=1000")
+    with start(name="ib") as stopped, start(name="roce") as killed:
         stopped.until("step   5/")
         stopped.process.send_signal(signal.SIGSTOP)
         end_s = time.monotonic() + HANG_S
@@ -356,10 +396,24 @@ def test_an_island_is_stopped_and_one_is_killed_and_both_end_with_the_same_weigh
         killed.process.kill()
         killed.process.wait()
         stopped.process.send_signal(signal.SIGCONT)
-        with start("roce") as again:
+        with start(name="roce") as again:
             assert again.end() == 0, again.output
         assert stopped.end() == 0, stopped.output
     assert "(the global weights have them)" in again.output
+    assert_same_end(tmp_path)
+
+
+def start_island(tmp_path, *more, name):
+    """The job of one of two islands, in a process of its own."""
+    settings = [f"{name}={value}" for name, value in (SMALL | MAILBOX).items() if value is not None]
+    words = [RUN, *settings, f"run.dir={tmp_path}", "train.steps=120", "train.log_every_s=0"]
+    words += ["distributed.heartbeat_timeout_s=2", "parallel.grace_s=1", *more]
+    words += ["parallel.tensor=1", "parallel.schedule=1f1b", "parallel.every=5"]
+    return RunningJob(*words, f"parallel.island={name}", env=compiling_once(tmp_path))
+
+
+def assert_same_end(tmp_path):
+    """Both islands have the same global weights, and have them for their own."""
     ends = []
     for name in ("ib", "roce"):
         arrays = manifest.find(tmp_path / name)[0].manifest["arrays"]
@@ -367,6 +421,43 @@ def test_an_island_is_stopped_and_one_is_killed_and_both_end_with_the_same_weigh
         assert params == {key: arrays[f"island_0.{key}"]["digest"] for key in params}
         ends.append(params)
     assert ends[0] == ends[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_islands_fail_at_random_moments_and_both_end_with_the_same_weights(tmp_path, seed):
+    """Real processes: killed and started again, stopped, or without a mailbox for seconds."""
+    rng, box = random.Random(seed), tmp_path / "mailbox"
+    names, saves = ("ib", "roce"), "checkpoint.every=20"
+    start = functools.partial(start_island, tmp_path, saves, "train.steps=400")
+    with contextlib.ExitStack() as stack:
+        jobs = {name: stack.enter_context(start(name=name)) for name in names}
+        for running in jobs.values():
+            running.until("step  10/")
+        for _ in range(4):
+            time.sleep(rng.uniform(0.0, 2.0))
+            name, fault = rng.choice(names), rng.choice(["kill", "stop", "no mailbox"])
+            process, pause_s = jobs[name].process, rng.uniform(0.5, 6.0)
+            if process.poll() is not None:
+                break
+            if fault == "kill":
+                process.kill()
+                process.wait()
+                time.sleep(pause_s / 2)
+                jobs[name] = stack.enter_context(start(name=name))
+            elif fault == "stop":
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(pause_s)
+                process.send_signal(signal.SIGCONT)
+            else:
+                box.rename(tmp_path / "away")
+                box.write_text("in the way")
+                time.sleep(pause_s)
+                box.unlink()
+                (tmp_path / "away").rename(box)
+        for running in jobs.values():
+            assert running.end() == 0, running.output
+    assert_same_end(tmp_path)
 
 
 def test_the_report_has_the_rounds_and_the_events(tmp_path):

@@ -162,7 +162,7 @@ def test_an_island_that_fails_inside_a_meeting_is_named(pair, relays, fault, see
             failing[0].start()
 
     change = through(relays, lambda where: Proxy(where, passed))
-    opened = pair.transports(book_of=change, silence_s=1.5)
+    opened = pair.transports(book_of=change, silence_s=5.0)
     transports += opened
     outcomes = pair.meet(opened)
     failing[0].join()

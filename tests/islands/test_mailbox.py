@@ -14,14 +14,16 @@ from holmesjax.config import OuterConfig, PlaceConfig
 from holmesjax.errors import HolmesError, LostLeaseError, PeerError
 from holmesjax.islands import mailbox, mailbox_records as records, rejoining
 from holmesjax.islands.election import Leases, RoundWatch
+from holmesjax.islands.global_weights import MOST_LOST
 from holmesjax.islands.island_lease import IslandLease
-from holmesjax.islands.mailbox import KEPT_ROUNDS, MOST_LOST, Mailbox
+from holmesjax.islands.mailbox import KEPT_ROUNDS, Mailbox
 from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, Folder, open_place
 from holmesjax.islands.mailbox_records import IslandProgress, Merged, Sent
 from holmesjax.islands.mailbox_seat import JobProgress, MailboxSeat, Rules
-from holmesjax.islands.weighted_mean import merge, weighted_mean
+from holmesjax.islands.merge import merge
 from holmesjax.plan.mailbox_cost import mailbox_cost
+from holmesjax.plan.outer_rule import weighted_mean
 from tests.data.object_store import object_store
 
 RULES = Rules(outer=OuterConfig(), quorum=1, grace_s=10.0, lease_s=4.0)
@@ -52,6 +54,7 @@ class Island:
         seat = MailboxSeat(
             order=order, number=number, part=0, parts=1, names=tuple(SHAPES), writes=True
         )
+        scratch = scratch / order[number]
         self.box = Mailbox(Counted(place), seat, rules, scratch, self.said.append, self.clock)
 
     def send(self, number, seed, tokens=1, step=None):
@@ -517,8 +520,14 @@ def test_a_merge_that_takes_long_is_done_once(make):
     assert two.take(1).record.by == "b"
 
 
-def test_a_round_that_somebody_reads_stays(make):
+def test_a_round_that_somebody_reads_stays(make, tmp_path):
+    """The others go, and so does a file that a killed process has left half written."""
+    scratch, half = tmp_path / "scratch/a/7.tmp", tmp_path / "box/rounds/00000001/b.bin.7.tmp"
+    for left in (scratch, half):
+        left.parent.mkdir(parents=True)
+        left.write_bytes(bytes(10))
     one, two = begun(make)
+    assert not scratch.exists()
     two.box.lease.fetches = 0
     for number in range(1, KEPT_ROUNDS + 3):
         two.box.lease.renew()
@@ -529,6 +538,7 @@ def test_a_round_that_somebody_reads_stays(make):
         one.take(number)
     rounds = sorted(records.in_rounds(one.box.place.listed(records.ROUNDS)))
     assert rounds == [0, *range(number - KEPT_ROUNDS + 1, number + 1)]
+    assert not half.parent.exists()
 
 
 def test_what_an_earlier_job_has_sent_is_sent_again_if_it_is_damaged(make, tmp_path):
@@ -593,7 +603,7 @@ def test_a_disk_that_is_full_is_not_the_mailbox(make, monkeypatch):
     assert line.startswith(
         "warning: what is to be sent cannot be written here, steps go on: [Errno"
     )
-    assert line.endswith("scratch'")
+    assert line.endswith("scratch/a'")
 
 
 def test_a_lease_that_an_older_job_writes_late_is_written_over(make, tmp_path):
@@ -621,6 +631,7 @@ def test_a_lease_lives_while_a_transfer_is_long_and_ends_with_its_job(make):
     one = make(0, rules=dataclasses.replace(RULES, lease_s=0.04), clock=time.monotonic)
     is_over, put_file = threading.Event(), one.box.place.put_file
     one.box.place.put_file = lambda *args: is_over.wait(60.0) and put_file(*args)
+    claim(one.box.place, {"seed": 0}, "parallel.mailbox")
     one.box.start(IslandProgress(0, 0, 0, 0), arrays(0).items)
     end_s = time.monotonic() + 60.0
     while one.box.lease.beat < 5:

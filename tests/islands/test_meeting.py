@@ -19,16 +19,17 @@ NESTEROV, HEAVY_BALL = OuterConfig(), OuterConfig(rate=0.5, momentum=0.6, nester
 
 
 @pytest.mark.parametrize("outer", [NESTEROV, HEAVY_BALL])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_rule_is_that_of_papers(outer, count):
+@pytest.mark.parametrize("count, shares", [(1, ()), (2, ()), (3, ()), (3, (5, 2, 1))])
+def test_the_rule_is_that_of_papers(outer, count, shares):
     random = np.random.default_rng(count)
     wide = weights = random.normal(size=50).astype(np.float32)
     wide_momentum = momentum = np.zeros_like(weights)
     for _ in range(4):
         moved = [0.1 * random.normal(size=50).astype(np.float32) for _ in range(count)]
         of_islands = [weights + move for move in moved]
-        wide, wide_momentum = diloco(outer, of_islands, weights.astype(np.float64), wide_momentum)
-        weights, momentum = outer_step(outer, of_islands, weights, momentum)
+        wide = weights.astype(np.float64)
+        wide, wide_momentum = diloco(outer, of_islands, wide, wide_momentum, shares)
+        weights, momentum = outer_step(outer, of_islands, weights, momentum, shares)
         assert weights.dtype == momentum.dtype == np.float32
         np.testing.assert_allclose(weights, wide, rtol=0, atol=1e-6)
         np.testing.assert_allclose(momentum, wide_momentum, rtol=0, atol=1e-6)
@@ -42,11 +43,11 @@ def test_rate_1_without_momentum_gives_the_mean_to_the_bit():
     np.testing.assert_array_equal(outer_step(plain, [one], before, 0 * before)[0], one)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_unlike_islands_meet_by_the_rule(count):
+@pytest.mark.parametrize("count, shares", [(2, (5, 3)), (3, ())])
+def test_unlike_islands_meet_by_the_rule(count, shares):
     islands, random = islands_of(CUTS[:count]), np.random.default_rng(count)
     drawn = {k: states_of(chunks, random) for k, chunks in islands.items()}
-    meeting = IslandMeetings(islands, count, NESTEROV)
+    meeting = IslandMeetings(islands, count, NESTEROV, shares=shares)
     states = meeting.begin(drawn)
     owned = [
         numbers(chunk_states, lambda state: state.outer.weights) for chunk_states in states.values()
@@ -62,7 +63,8 @@ def test_unlike_islands_meet_by_the_rule(count):
         ]
         for name in weights:
             own = [arrays[name] for arrays in of_islands]
-            weights[name], momentum[name] = diloco(NESTEROV, own, weights[name], momentum[name])
+            before = weights[name], momentum[name]
+            weights[name], momentum[name] = diloco(NESTEROV, own, *before, shares)
         states = meeting.meet(states, step)
         of_islands = [
             numbers(chunk_states, lambda state: state.params) for chunk_states in states.values()

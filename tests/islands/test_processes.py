@@ -11,7 +11,7 @@ import pytest
 from holmesjax import Trainer
 from holmesjax.checkpoints import manifest
 from holmesjax.report import metrics
-from tests.jobs import RunningJob, compiling_once, external_job, write_run
+from tests.jobs import ROOT, RunningJob, compiling_once, external_job, write_run
 
 SETTINGS = [
     *("parallel.clusters=null", "parallel.across=local_updates", "parallel.every=2"),
@@ -50,13 +50,41 @@ def assert_same_runs(one, other, streams=False):
     assert ours[3]["link_bytes"].keys() > ours[2]["link_bytes"].keys()
 
 
+KILLS = """
+import os
+from pathlib import Path
+
+begun = Path({folder!r}, "begun")
+if os.environ.get("HOLMES_PROCESS") == "{number}" and not begun.exists():
+    begun.touch()
+    from tests import odd_worker
+    odd_worker.die_at({batch})
+"""
+
+
+def killing(folder, number, after_step):
+    """Variables with which a process of a job kills itself after a step, the first time.
+
+    It has then taken the batches of these steps, and that of the validation after step 4.
+    """
+    batch = after_step + (after_step > 4) + 1
+    text = KILLS.format(folder=str(folder), number=number, batch=batch)
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
 def test_a_process_is_killed_and_the_bits_are_those_of_one_process(tmp_path):
-    """Each island is a pipeline of two stages. A fragment is on its way after each step."""
-    run_file, settings = write_run(tmp_path, CLUSTERS), [*SETTINGS, *PAIRS, *STREAM]
+    """Each island is a pipeline of two stages. A fragment is on its way after each step.
+
+    The islands take unlike shares of a batch, which no validation is a multiple of. Processes keep
+    the state of meetings in memory of the host.
+    """
+    run_file = write_run(tmp_path, CLUSTERS)
+    settings = [*SETTINGS, *PAIRS, *STREAM, "parallel.shares=[5,3]"]
     words = [run_file, "--launcher", "local", "--max-restarts", 1, *settings]
-    with RunningJob(*words, env=compiling_once(tmp_path)) as job:
-        job.until("step 5/")
-        os.kill(job.workers()[3], signal.SIGKILL)
+    words += ["parallel.outer_memory=host"]
+    env = compiling_once(tmp_path) | killing(tmp_path, 3, after_step=5)
+    with RunningJob(*words, env=env) as job:
         assert job.end() == 0, job.output
     assert "starting again" in job.output
     one = [*settings, f"run.dir={tmp_path / 'one'}"]
@@ -88,10 +116,8 @@ def assert_bits_of_one_process(tmp_path, rule, kills):
     settings = [*SETTINGS, "train.global_batch=12", f"parallel.outer={rule}"]
     settings += ["model.num_layers=1"]
     words = [run_file, "--launcher", "local", "--max-restarts", 1, *settings]
-    with RunningJob(*words, env=compiling_once(tmp_path)) as job:
-        if kills:
-            job.until("step 4/")
-            os.kill(job.workers()[1], signal.SIGKILL)
+    env = compiling_once(tmp_path) | (killing(tmp_path, 1, after_step=4) if kills else {})
+    with RunningJob(*words, env=env) as job:
         assert job.end() == 0, job.output
     assert ("starting again" in job.output) == kills
     one = [*settings, f"run.dir={tmp_path / 'one'}"]
@@ -107,15 +133,14 @@ def assert_bits_of_one_process(tmp_path, rule, kills):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("moment", ["step 2/", "step 4/", "step 6/"])
-def test_three_islands_go_on_to_the_same_bits_whoever_is_killed(tmp_path, number, moment):
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_three_islands_go_on_to_the_same_bits_whoever_is_killed(tmp_path, number, step):
     run_file = write_run(tmp_path, dict.fromkeys("abc", (1,)))
     settings = [*SETTINGS, "train.global_batch=12"]
     words = [run_file, "--launcher", "local", "--max-restarts", 1, *settings]
-    with RunningJob(*words) as job:
-        job.until(moment)
-        os.kill(job.workers()[number], signal.SIGKILL)
+    with RunningJob(*words, env=killing(tmp_path, number, step)) as job:
         assert job.end() == 0, job.output
+    assert "starting again" in job.output
     Trainer(run_file, [*settings, f"run.dir={tmp_path / 'one'}"], io.StringIO()).run()
     assert_same_runs(tmp_path / "run", tmp_path / "one")
 

@@ -31,6 +31,7 @@ ROUNDS, EVERY = 4, 2
 MODEL = make_model(num_layers=1)
 CUTS = [((1,), 2, 1), ((1,), 1, 1), ((1,), 1, 1)]  # of each island
 LAST = ROUNDS * EVERY
+SHARES = {3: (1, 4, 2)}  # of the batch, of so many islands; of others equal ones
 ORACLES = {"eager": outer_rules.eager, "co2": outer_rules.co2}
 CO2 = OuterConfig(rule="co2", clip=0.15, penalty=0.5)  # which some of these numbers reach
 EAGER, NOLOCO = OuterConfig(rule="eager"), OuterConfig(rule="noloco", pull=0.8)
@@ -40,41 +41,43 @@ EAGER, NOLOCO = OuterConfig(rule="eager"), OuterConfig(rule="noloco", pull=0.8)
 @pytest.mark.parametrize("outer", [CO2, EAGER, NOLOCO], ids=lambda outer: outer.rule)
 def test_the_rules_are_those_of_papers(outer, count):
     """In float64, but for what a codec gives back: each is another form of the same numbers."""
+    shares = () if outer.has_pairs else SHARES.get(count, ())
     random = np.random.default_rng(count)
     first = random.normal(size=50)
     moves = 0.1 * random.normal(size=(ROUNDS, count, 50))
     steps = range(1, ROUNDS + 1)
-    more = (steps,) if outer.rule == "noloco" else ()
+    more = (steps,) if outer.rule == "noloco" else (shares,)
     oracle = ORACLES.get(outer.rule, outer_rules.noloco)(outer, first, moves, *more)
     ours = {"co2": rounds_of_co2, "eager": rounds_of_eager}.get(outer.rule, rounds_of_noloco)
-    for weights, papers in itertools.zip_longest(ours(outer, first, moves), oracle):
+    for weights, papers in itertools.zip_longest(ours(outer, first, moves, shares), oracle):
         atol = 1e-6 if outer.rule == "eager" else 1e-12
         np.testing.assert_allclose(weights, papers[0], rtol=0, atol=atol)
 
 
-def rounds_of_eager(outer, first, moves):
+def rounds_of_eager(outer, first, moves, shares):
     """The form that crosses: the global weights one round late, less an island's own step."""
     count, momentum = len(moves[0]), 0.0
     start, own, whole, late = [first] * count, [0.0] * count, first, first
     for of_islands in moves:
         sent = [-move for move in of_islands]
-        steps = [own_step(outer, sent[k], count, own[k]) for k in range(count)]
+        parts = [sum(shares) / share for share in shares] or [count] * count
+        steps = [own_step(outer, sent[k], parts[k], own[k]) for k in range(count)]
         own, start = [after for _, after in steps], [late - step for step, _ in steps]
-        whole, momentum = owner_step(outer, sent, whole, momentum, None)
+        whole, momentum = owner_step(outer, sent, whole, momentum, None, shares)
         late = whole
         yield start
 
 
-def rounds_of_co2(outer, first, moves):
+def rounds_of_co2(outer, first, moves, shares):
     whole, before, momentum, now, late = first, first, 0.0, first, first
     for of_islands in moves:
-        difference = before - mean_of([now + move for move in of_islands])
+        difference = before - mean_of([now + move for move in of_islands], shares)
         after, momentum = late_step(outer, difference, whole, before, momentum)
         before, whole, now, late = whole, after, late, after
         yield [now] * len(of_islands)
 
 
-def rounds_of_noloco(outer, first, moves):
+def rounds_of_noloco(outer, first, moves, _):
     slow, momenta = [first] * len(moves[0]), [0.0] * len(moves[0])
     for step, of_islands in enumerate(moves, 1):
         new = {}
@@ -90,14 +93,14 @@ def rounds_of_noloco(outer, first, moves):
 class Islands:
     """Unlike islands that begin with equal weights, and whose steps add noise of their own."""
 
-    def __init__(self, outer, count, last=LAST, states=None, done=0):
+    def __init__(self, outer, count, last=LAST, states=None, done=0, shares=()):
         parallel = ParallelConfig(across="local_updates", every=EVERY, outer=outer)
         chunks = islands_of(CUTS[:count], MODEL)
         if outer.has_pairs:
             self.meetings = PairMeetings(chunks, count, outer)
             self.steps = Pairing(self.meetings, steps_of(parallel), last, 0, EVERY)
         else:
-            self.meetings = IslandMeetings(chunks, count, outer)
+            self.meetings = IslandMeetings(chunks, count, outer, shares=shares)
             self.steps = Streaming(self.meetings, MODEL, parallel, last, 0)
         if states is not None:
             self.states = self.steps.begin(states, done)
@@ -135,27 +138,27 @@ NEAR = {"float32": 3e-6, "bfloat16": 8e-3}
 
 
 @pytest.mark.parametrize(
-    "outer, count",
+    "outer, count, shares",
     [
-        (CO2, 2),
-        (CO2, 3),
-        (EAGER, 2),
-        (OuterConfig(rule="noloco", codec="bfloat16"), 3),
-        (OuterConfig(rule="eager", codec="bfloat16"), 2),
-        (OuterConfig(codec="bfloat16"), 2),
+        (CO2, 2, ()),
+        (CO2, 3, (1, 4, 2)),
+        (EAGER, 2, (3, 1)),
+        (OuterConfig(rule="noloco", codec="bfloat16"), 3, ()),
+        (OuterConfig(rule="eager", codec="bfloat16"), 2, ()),
+        (OuterConfig(codec="bfloat16"), 2, (1, 3)),
     ],
     ids=lambda value: getattr(value, "rule", value),
 )
-def test_unlike_islands_meet_by_each_rule(outer, count):
+def test_unlike_islands_meet_by_each_rule(outer, count, shares):
     """With the bytes of the formula. What all have together has the same bits on all of them."""
-    islands, near = Islands(outer, count), NEAR[outer.codec]
+    islands, near = Islands(outer, count, shares=shares), NEAR[outer.codec]
     sizes = {name: x.size for name, x in islands.first.items()}
     names, turns = list(sizes), [range(n - 1, n + 1) for n in range(EVERY, LAST + 1, EVERY)]
     move = lambda name, k, turn: sum(noise(n, k, name, islands.first[name]) for n in turn)
     expected = {}
     for name in names:
         moves = [[move(name, k, turn) for k in range(count)] for turn in turns]
-        more = ([turn[-1] for turn in turns],) if outer.rule == "noloco" else ()
+        more = ([turn[-1] for turn in turns],) if outer.rule == "noloco" else (shares,)
         oracle = ORACLES.get(outer.rule, outer_rules.noloco) if outer.rule != "nesterov" else diloco
         first = islands.first[name].astype(np.float64)
         expected[name] = list(oracle(outer, first, np.float64(moves), *more))
@@ -182,11 +185,11 @@ def test_unlike_islands_meet_by_each_rule(outer, count):
         assert [sent[k] for k in range(count)] == [ROUNDS * n for n in every_meeting]
 
 
-def diloco(outer, first, moves):
+def diloco(outer, first, moves, shares):
     """Yields as the rules of `outer_rules`: all islands have the global weights."""
     weights, velocity = first, 0.0
     for of_islands in moves:
-        gradient = -np.mean(of_islands, axis=0)
+        gradient = -np.average(of_islands, axis=0, weights=shares or None)
         step, velocity = outer_rules.nesterov(outer.rate, outer.decay, gradient, velocity)
         weights = weights - step
         yield [weights] * len(of_islands), weights

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,16 +11,19 @@ import numpy as np
 import pytest
 
 from holmesjax import Trainer, job, job_description
-from holmesjax.checkpoints import island_states, manifest, reading
+from holmesjax.checkpoints import changed_settings, island_states, manifest, reading
 from holmesjax.checkpoints.array_keys import flatten
 from holmesjax.config import OuterConfig
 from holmesjax.errors import HolmesError
-from holmesjax.islands.runner import IslandsPlacer, IslandsRunner
+from holmesjax.islands.apart import ApartPlacer
+from holmesjax.islands.host_memory import HOST
+from holmesjax.islands.runner import IslandsPlacer, IslandsRunner, step_of_island
 from holmesjax.plan.outer_rule import owners, trained_sizes
 from holmesjax.plan.plan import Plan
 from holmesjax.planner.islands import island_config
 from holmesjax.planner.islands_explained import describe_run, explain_run
 from holmesjax.planner.planner import make_plan
+from holmesjax.report import history, page
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
 from launch.__main__ import main
@@ -29,7 +33,16 @@ from tests.priced_saves import assert_priced_as_written
 from tests.small_runs import RUN, SMALL
 from tests.versions import rows
 
+BY_ISLAND = "data.mixture_by_island: shares "
+ON_HOSTS = {"parallel.outer_memory": "host"}
 ISLANDS = {"parallel.across": "local_updates", "parallel.every": 2}
+SHARES = 5, 3
+
+
+def are_on_hosts(states):
+    """Whether all that these keep between meetings is in memory of hosts."""
+    kept = [x for state in states for x in jax.tree.leaves(state.outer)]
+    return kept and {x.sharding.memory_kind for x in kept} == {HOST}
 
 
 def trainer(folder, **more):
@@ -55,11 +68,38 @@ def test_one_island_that_meets_in_every_step_trains_as_a_run_without(tmp_path):
 
 
 @pytest.mark.one_version
+def test_unlike_parts_of_a_batch_weigh_as_much_as_they_have_tokens(tmp_path):
+    """Islands that meet after each step of plain SGD take that of the whole batch."""
+    sgd = {"optimizer.name": "sgd", "optimizer.beta1": 0.0, "optimizer.clip_norm": None}
+    sgd |= {"optimizer.learning_rate": 0.5, "optimizer.weight_decay": 0.0}
+    sgd |= {"model.num_layers": 1, "train.steps": 2, "train.eval_every": 2}
+    plain_rule = {"parallel.outer": {"rate": 1.0, "momentum": 0.0}, "parallel.every": 1}
+    shares = {"parallel.shares": list(SHARES)}
+    plain = trainer(tmp_path / "plain", **sgd)
+    islands = trainer(tmp_path / "islands", **{**sgd, **ISLANDS, **plain_rule, **shares})
+    assert [island.global_batch for island in islands.job.plan.islands] == [10, 6]
+    words = "islands take 10, 6 of 16 sequences"
+    assert f"  shares    {words}, and" in "\n".join(job_description.describe(islands.job))
+    for run in (plain, islands):
+        run.run()
+        assert (words in page._facts(run.job.plan, history.History(run.history))) == (
+            run is islands
+        )
+    for names in ("loss", "val_loss", "learning_rate"):
+        of_runs = ([x[names] for x in run.history if names in x] for run in (plain, islands))
+        np.testing.assert_allclose(*of_runs, rtol=1e-5)
+    found, expected = (arrays_of(tmp_path / name, 2) for name in ("islands", "plain"))
+    for name in [name for name in expected if name.startswith("params.")]:
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.one_version
 def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, capsys):
-    """The steps meet after 2, 4 and 5; it stops after 3."""
-    whole = trainer(tmp_path / "whole", **ISLANDS, **{"train.eval_every": 4})
+    """The steps meet after 2, 4 and 5; it stops after 3. Islands take unlike parts of a batch."""
+    settings = {**ISLANDS, "train.eval_every": 4, "parallel.shares": list(SHARES)}
+    whole = trainer(tmp_path / "whole", **settings)
     whole.run()
-    cut = trainer(tmp_path / "cut", **ISLANDS, **{"train.eval_every": 4})
+    cut = trainer(tmp_path / "cut", **settings)
     for _ in range(3):
         cut.step()
     assert len(cut.stages) == 2
@@ -81,19 +121,23 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_same_bits(tmp_path, ca
     go_on_with_others(tmp_path / "others")
 
 
+@pytest.mark.one_version
 def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bits(tmp_path):
     """The first of two fragments is sent after step 4, and lands after step 8.
 
     Everything meets after step 9, the last one. A run that trains longer then has nothing on its
-    way, though a run of 13 steps would have the second fragment.
+    way, though a run of 13 steps would have the second fragment. The run that stops keeps the state
+    of meetings in memory of the host.
     """
     stream = {"parallel.fragments": 2, "parallel.delay": 4, "parallel.blend": 0.75}
     steps = {"parallel.every": 8, "train.steps": 9, "train.eval_every": 8}
     settings = {**ISLANDS, **stream, **steps, "model.num_layers": 1}
-    whole, cut = (trainer(tmp_path / name, **settings) for name in ("whole", "cut"))
+    whole = trainer(tmp_path / "whole", **settings)
+    cut = trainer(tmp_path / "cut", **settings, **ON_HOSTS)
     whole.run()
     for _ in range(5):
         cut.step()
+        assert are_on_hosts(cut._loop.states)
     cut.close()
     again = Trainer(tmp_path / "cut", stream=io.StringIO())
     again.run()
@@ -110,15 +154,20 @@ def test_a_run_that_stops_while_a_fragment_is_on_its_way_goes_on_to_the_same_bit
     assert saved(tmp_path / "cut", 13) == saved(tmp_path / "whole", 13)
 
 
-@pytest.mark.parametrize("rule", rows({rule: rule for rule in ("noloco", "eager", "co2")}))
+@pytest.mark.parametrize("rule", rows({rule: rule for rule in ("noloco", "eager", "co2")}, 0))
 def test_a_run_of_another_rule_goes_on_to_the_same_bits(tmp_path, rule):
-    """It meets after 2, 4 and 5 steps, and stops after 3; then others go on, and lose no round."""
+    """It meets after 2, 4 and 5 steps, and stops after 3; then others go on, and lose no round.
+
+    The run that stops keeps the state of meetings in memory of the host.
+    """
     outer = {"rule": rule, "codec": "bfloat16"}
     settings = {**ISLANDS, "model.num_layers": 1, "parallel.outer": outer, "train.eval_every": 4}
-    whole, cut = (trainer(tmp_path / name, **settings) for name in ("whole", "cut"))
+    whole = trainer(tmp_path / "whole", **settings)
+    cut = trainer(tmp_path / "cut", **settings, **ON_HOSTS)
     whole.run()
     for _ in range(3):
         cut.step()
+        assert are_on_hosts(cut._loop.states)
     cut.close()
     assert_priced_as_written(tmp_path / "cut")
     shutil.copytree(tmp_path / "cut", tmp_path / "others")
@@ -161,7 +210,8 @@ def go_on_with_others(folder):
             own = [islands[f"island_{k}.params.{name}"] for k in (0, 1)]
             outer = islands[f"params.{name}"], islands[f"outer.momentum.{name}"]
             wide = [array.astype(np.float64) for array in outer]
-            np.testing.assert_allclose(x, diloco(OuterConfig(), own, *wide)[0], rtol=0, atol=1e-6)
+            met = diloco(OuterConfig(), own, *wide, SHARES)[0]
+            np.testing.assert_allclose(x, met, rtol=0, atol=1e-6)
         for name, x in flatten(one.opt_state).items():
             own = [islands[f"island_{k}.opt_state.{name}"] for k in (0, 1)]
             mean = own[0] if own[0].dtype == np.int32 else np.mean(own, axis=0, dtype=np.float64)
@@ -201,7 +251,7 @@ def test_who_waits_for_other_islands_says_so():
     said = []
     noting = lambda name: lambda *args: said.append(name) or {}
     streaming = SimpleNamespace(begin=noting("begins"), settle=noting("settles"))
-    runner = IslandsRunner({}, 2, streaming, said.append)
+    runner = IslandsRunner({}, ("ib", "roce"), streaming, said.append)
     runner.begin([], 3)
     runner.settled([])
     waits = "the meeting of islands"
@@ -217,17 +267,57 @@ class Rows:
         return batches.of_size(what.global_batch).train(what.first_sequence)
 
 
-def test_islands_share_the_batches_of_a_run_without():
+@pytest.mark.parametrize("shares, sizes", [((), [8, 8]), (SHARES, [10, 6])])
+def test_islands_share_the_batches_of_a_run_without(shares, sizes):
     config = job.load(RUN, {**SMALL, "train.eval_every": 2, "train.eval_batches": 2}).config
     batches = read_batches(config)
-    placer = IslandsPlacer({0: Rows(), 1: Rows()}, 2)
-    for what in (Step(32, 16), Validation(0), Validation(1)):
-        parts = list(placer.make(batches, what).parts.values())
-        whole = Rows().make(batches, what)
-        assert [len(part.token_NL) for part in parts] == [8, 8]
-        tokens = np.concatenate([part.token_NL for part in parts])
-        np.testing.assert_array_equal(tokens, whole.token_NL)
-        assert sum(part.num_targets for part in parts) == whole.num_targets
+    placer = IslandsPlacer({0: Rows(), 1: Rows()}, ("ib", "roce"), shares)
+    for whats in ([Step(32, 16)], [Validation(0), Validation(1)]):
+        whole = [Rows().make(batches, what) for what in whats]
+        made = [placer.make(batches, what) for what in whats]
+        parts = [part for inputs in made for part in inputs.parts.values()]
+        of_first = [sizes[0]] * -(-32 // sizes[0])  # the first island validates
+        assert [len(part.token_NL) for part in parts] == (of_first if whats[1:] else sizes)
+        counts = [part.target_NL is None or (part.target_NL >= 0).all(axis=1) for part in parts]
+        real = [part.token_NL[is_real] for part, is_real in zip(parts, counts, strict=True)]
+        tokens = np.concatenate([rows.reshape(-1, rows.shape[-1]) for rows in real])
+        np.testing.assert_array_equal(tokens, np.concatenate([rows.token_NL for rows in whole]))
+        total = sum(rows.num_targets for rows in whole)
+        assert sum(part.num_targets for part in parts) == total
+        assert sum(inputs.num_targets for inputs in made) == total
+
+
+def test_an_island_reads_the_same_of_its_own_mixture_wherever_it_is():
+    """In one process with others, and in a job of its own."""
+    topics = [{"name": name, "corpus": "python-stdlib"} for name in ("one", "other")]
+    own = {"data.corpus": "mixture", "data.mixture": topics}
+    own["data.mixture_by_island"] = {"roce": {"other": 1.0}}
+    planned, names = job.load(RUN, {**SMALL, **ISLANDS, **own}), ("ib", "roce")
+    batches = read_batches(planned.config)
+    parts = IslandsPlacer({0: Rows(), 1: Rows()}, names).make(batches, Step(32, 16)).parts
+    for k, part in parts.items():
+        of_job = dataclasses.replace(batches, global_batch=8)
+        [apart] = ApartPlacer(Rows(), k, names).make(of_job, Step(16, 8)).parts.values()
+        whole = Rows().make(batches.of_island(k, names), Step(16, 8))
+        np.testing.assert_array_equal(part.token_NL, whole.token_NL)
+        np.testing.assert_array_equal(apart.token_NL, whole.token_NL)
+    assert not np.array_equal(parts[0].token_NL, parts[1].token_NL)
+    assert [step_of_island(batches, 32, names, k, [8, 8])[1].first_draw for k in (0, 1)] == [32, 40]
+    unlike = [step_of_island(batches, 32, names, k, [12, 4])[1] for k in (0, 1)]
+    assert unlike == [Step(24, 12, first_draw=32), Step(8, 4, first_draw=44)]
+    kept = {"plan_hash": planned.plan.hash(), "settings": changed_settings.settings(planned)}
+    found = manifest.Checkpoint(path=Path(), step=1, manifest=kept)
+    assert not [*changed_settings.changes_since(found, planned)]
+    kept["settings"]["parallel"]["islands"].reverse()  # they would read others' items
+    said = [str(change) for change in changed_settings.changes_since(found, planned)]
+    turns = 'data.mixture_by_island: islands [["roce"], ["ib"]] -> [["ib"], ["roce"]]'
+    assert said[1:] == [turns]
+    kept["settings"]["parallel"]["islands"].reverse()
+    kept["settings"]["parallel"]["shares"] = [3, 1]
+    said = [str(change) for change in changed_settings.changes_since(found, planned)]
+    assert said == [f"{name}[3, 1] -> null" for name in ("parallel.shares: ", BY_ISLAND)]
+    with pytest.raises(HolmesError, match=r"mixture_by_island: names no island\n  found: rose"):
+        job.load(RUN, {**SMALL, **ISLANDS, **own, "data.mixture_by_island": {"rose": {"one": 1.0}}})
 
 
 def test_the_plan_says_islands_bytes_and_seconds():
@@ -247,6 +337,17 @@ def test_the_plan_says_islands_bytes_and_seconds():
     assert plan.meeting.seconds == pytest.approx(least_s)
     slowest_s = max(island.step_time_s for island in plan.islands)
     assert plan.step_time_s == pytest.approx(slowest_s + least_s / 2)
+    # On hosts it is beside what steps have, unless it is more; and what streams is on devices.
+    at_hosts = {**SMALL, **ISLANDS, **ON_HOSTS}
+    hosted = job.load(RUN, at_hosts)
+    assert [stage.memory_bytes["outer"] for stage in hosted.plan.stages] == [0.0, 0.0]
+    assert "hosts       56.6 KiB, 56.6 KiB of each" in "\n".join(job_description.describe(hosted))
+    passing = {"parallel.fragments": 2, "parallel.delay": 1}
+    with_hosts, without = (
+        [s.memory_bytes["outer"] for s in job.load(RUN, {**first, **passing}).plan.stages]
+        for first in (at_hosts, {**SMALL, **ISLANDS})
+    )
+    assert all(0.0 < a < b for a, b in zip(with_hosts, without, strict=True))
     # What validations need: the first island keeps all global weights where it has others.
     blended = {"parallel.blend": 0.5, "train.eval_every": 2}
     stages = job.load(RUN, {**SMALL, **ISLANDS, **blended}).plan.stages
@@ -310,7 +411,7 @@ def test_an_island_has_room_for_its_meetings_where_all_layers_compute_again():
     plan = make_plan(config, make_topology(*clusters))
     assert [island.recomputed_layers for island in plan.islands] == [(), ()]
     assert {island.activation_checkpointing for island in plan.islands} == {"full"}
-    assert make_plan(island_config(config, 2), make_topology(clusters[0])).recomputed_layers == (1,)
+    assert make_plan(island_config(config, 8), make_topology(clusters[0])).recomputed_layers == (1,)
 
 
 def test_islands_are_explained_beside_a_pipeline():
@@ -365,6 +466,30 @@ REFUSED = {
         "parallel.outer": {"rule": "noloco", "momentum": 0.8},
     },
     "parallel.outer.pull: must lie between": {"parallel.outer": {"rule": "noloco", "pull": 1.6}},
+    "parallel.shares: must have a number for each of the 2": {"parallel.shares": [2, 1, 1]},
+    "train.global_batch: must be a multiple of 3": {"parallel.shares": [2, 1]},
+    "parallel.shares: must give each island a multiple of 4 sequences": {
+        "parallel.shares": [5, 3],
+        "parallel.microbatches": 4,
+    },
+    "parallel.shares[0]: must be at least 1": {"parallel.shares": [0, 1]},
+    "parallel.shares: must be one of speed": {"parallel.shares": "fast"},
+    "parallel.shares: cannot be set with parallel.outer.rule: noloco": {
+        "parallel.shares": [3, 1],
+        "parallel.outer": {"rule": "noloco"},
+    },
+    "parallel.outer_memory: is only for parallel.meet: direct": {
+        **ON_HOSTS,
+        "parallel.meet": "mailbox",
+    },
+    "parallel.shares: is only for parallel.meet: direct": {
+        "parallel.shares": [3, 1],
+        "parallel.meet": "mailbox",
+    },
+    "parallel.shares: must be speed with parallel.across: auto": {
+        "parallel.shares": [3, 1],
+        "parallel.across": "auto",
+    },
     "parallel.outer.codec": {"parallel.outer": {"codec": "int3"}},
     "island 0: cannot share the token table": {
         "model.tied_embeddings": True,

@@ -8,7 +8,6 @@ from holmesjax.config import OuterConfig, PlanConfig
 from holmesjax.errors import Mistakes, PlanError
 from holmesjax.plan.outer_rule import owners, trained_sizes
 from holmesjax.planner import across
-from holmesjax.planner.islands import island_config
 from holmesjax.planner.planner import make_plan
 from holmesjax.topology.fabrics import FABRICS
 from tests.clusters import make_cluster, make_config, make_topology
@@ -132,8 +131,10 @@ def test_memory_of_meetings_lies_over_devices_as_parameters_do():
 
 def test_more_islands_than_sequences_are_refused():
     config, _ = island_run(make_topology(*clusters("ab", 1)), batch=2)
-    with pytest.raises(PlanError, match="a sequence for each island"):
-        island_config(config, 3)
     topology = make_topology(*clusters("abcd", 1), ethernet_bytes_per_s=RATE)
     alone = lambda own, machines: make_plan(own, machines, remedies=False)
+    parallel = dataclasses.replace(config.parallel, islands=None, shares=(1, 1, 1, 1))
+    many = dataclasses.replace(config, parallel=parallel)
+    with pytest.raises(PlanError, match="a sequence for each island"):
+        make_plan(many, topology)
     assert across._least_alone_s(config, topology, (("a", "b"), ("c",), ("d",)), alone) == 0.0
