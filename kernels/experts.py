@@ -19,14 +19,12 @@ from jax.lax import optimization_barrier as materialize
 
 from kernels import experts_pallas
 from kernels.attention.shards import Shards, on_shards
+from kernels.expert_slots import block_rows, num_blocks
 from kernels.linear import ACTIVATIONS
 
 # Names of what `jax.checkpoint` policies may keep.
 ROUTES = "routes"  # choices: computed again in 16 bits, a score could lead a token elsewhere
 RESULTS = "experts"  # the sum over a token's choices
-
-MAX_ROWS = 256  # of a block
-BLOCKS_EACH = 4  # blocks of an expert with the mean load: a quarter of its slots may be empty
 
 
 @jax.custom_vjp
@@ -90,35 +88,26 @@ def _chosen_backward(saved: tuple, dweight_BLk: jax.Array) -> tuple:
 chosen.defvjp(_chosen_forward, _chosen_backward)
 
 
-def block_rows(num_choices: int, num_experts: int) -> int:
-    """Rows of a block of slots, for so many choices of all tokens together.
+@jax.custom_jvp
+def shares(scores: jax.Array) -> jax.Array:
+    """Scores divided by their sum along the last dim, and a number too small to count.
 
-    >>> block_rows(8192 * 8, 128), block_rows(64, 8), block_rows(4, 8)
-    (128, 8, 1)
+    So scores of zero have shares of zero. The derivative that JAX would find divides by the sum's
+    square, which is zero or subnormal in float32 for scores below 1e-17.
     """
-    wanted = num_choices // (BLOCKS_EACH * num_experts)
-    if num_choices <= num_experts:
-        return 1
-    return min(MAX_ROWS, max(8, wanted // 8 * 8))
+    return scores / _sum(scores)
 
 
-def num_blocks(num_choices: int, num_experts: int) -> int:
-    """Blocks that hold every choice, however the choices fall.
-
-    >>> num_blocks(64, 8), num_blocks(4, 8)
-    (15, 4)
-    """
-    filled = min(num_experts, num_choices)  # experts that can have a choice
-    return (num_choices - filled) // block_rows(num_choices, num_experts) + filled
+@shares.defjvp
+def _shares_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    [scores], [change] = primals, tangents
+    share = shares(scores)
+    return share, (change - share * change.sum(-1, keepdims=True)) / _sum(scores)
 
 
-def capacity_rows(length: int, k: int, num_experts: int, factor: float) -> int:
-    """Slots that an expert has for each sequence: `factor` times its share, rounded up.
-
-    >>> capacity_rows(16, 2, 4, 1.0), capacity_rows(16, 2, 4, 1.01), capacity_rows(4, 2, 4, 9.0)
-    (8, 9, 4)
-    """
-    return min(length, int(-(-(length * k * factor) // num_experts)))
+def _sum(scores: jax.Array) -> jax.Array:
+    total: jax.Array = scores.sum(-1, keepdims=True) + 1e-20
+    return total
 
 
 class Static(NamedTuple):
@@ -128,6 +117,8 @@ class Static(NamedTuple):
     shards: Shards | None
     num_chunks: int = 1  # of an exchange, where devices share experts
     by_kernel: bool = False  # whether products without a capacity are `kernels.experts_pallas`'s
+    groups: tuple[int, int] = (1, 1)  # of experts, and those of a token's choices
+    most_choices: int | None = None  # of all tokens, where many are left out; None: all choices
 
     @property
     def num_devices(self) -> int:
@@ -285,11 +276,12 @@ def _slots(static: Static, choice_BLk: jax.Array) -> tuple[jax.Array, jax.Array,
         own = jnp.arange(B)[:, None, None] * static.capacity + place_BLk
         slot_BLk = choice_BLk * of_expert + own
         return jnp.where(is_in, slot_BLk, E * of_expert), jnp.arange(E), E * of_expert
-    rows, count = block_rows(B * L * k, E), num_blocks(B * L * k, E)
+    most = static.most_choices or B * L * k
+    rows, count = block_rows(most, E), num_blocks(most, E)
     choice_N = choice_BLk.reshape(-1)
     place_N, load_E = place_in_group(choice_N, E)
     if static.by_kernel:  # groups lie one behind the other
-        num_slots = B * L * k + -(B * L * k) % experts_pallas.ROWS
+        num_slots = most + -most % experts_pallas.ROWS
         start_E = jnp.cumsum(load_E) - load_E
         slot_N = jnp.where(choice_N < E, start_E[choice_N] + place_N, num_slots)
         return slot_N.reshape(B, L, k), load_E, num_slots

@@ -1,7 +1,7 @@
 """The bytes that devices which share experts send each other, and how unlike their loads are.
 
     k  choices of a token   E  experts   n  devices of `expert`   T  tokens of a device
-    C  numbers of a token that go to an expert   c  bytes of a number of the compute dtype
+    C  numbers of a token that go to experts   c  bytes of a number of the compute dtype
 
 `kernels.expert_exchange` says what a round is.
 """
@@ -18,9 +18,17 @@ from holmesjax.costs import collective_times, expert_placement
 from holmesjax.costs.collective_times import OVERLAP_SLOWDOWN, Group, Groups
 from holmesjax.costs.stage_shape import DTYPE_BYTES, StageShape, stage_tokens
 from holmesjax.layer_specs.experts import sent_width
-from holmesjax.layer_specs.kind import Kind
+from holmesjax.layer_specs.kind import Kind, PerRow
 from holmesjax.topology.machines import Numbers, Sizes
-from kernels.expert_slots import SLOTS_PER_CHOICE, slots_of_each
+from kernels.expert_slots import (
+    SLOTS_PER_CHOICE,
+    block_rows,
+    capacity_rows,
+    choices_of_each,
+    num_blocks,
+    share_of_tokens,
+    slots_of_each,
+)
 
 # Standard deviation of an expert's load, over the mean load. An assumption: no router of ours was
 # measured on data of its size.
@@ -92,14 +100,53 @@ def _most_of(number: int) -> float:
 _peak_load = np.vectorize(_one_peak_load, otypes=[float])
 
 
+def router_groups(experts: ExpertsConfig, *, is_placed: bool = False) -> tuple[int, int]:
+    """Groups of experts, and those of a token's choices, where they lie side by side on devices."""
+    return (1, 1) if is_placed else (experts.groups, experts.active_groups)
+
+
+def sent_rows(experts: ExpertsConfig, num_devices: Sizes, *, is_placed: bool = False) -> Numbers:
+    """Slots of rows that a device has in a round, for each of its tokens; 0 for one device.
+
+    >>> even = ExpertsConfig(count=128, active=8)
+    >>> [round(float(sent_rows(even, n)), 2) for n in (1, 2, 4, 8, 32)]
+    [0.0, 2.0, 4.0, 6.67, 9.2]
+    """
+    groups = router_groups(experts, is_placed=is_placed)
+    return _sent_rows(num_devices, experts.count, experts.active, *groups)
+
+
+def _one_sent_rows(num_devices: int, count: int, active: int, groups: int, both: int) -> float:
+    if num_devices == 1:
+        return 0.0
+    share = share_of_tokens(count, active, int(num_devices), groups, both)
+    return num_devices * min(1.0, SLOTS_PER_CHOICE * share)
+
+
+_sent_rows = np.vectorize(_one_sent_rows, otypes=[float])
+
+
+def exchanged_numbers(numbers: PerRow, experts: ExpertsConfig, stage: Any) -> Numbers:
+    """Numbers per token of a layer, on each device.
+
+    Args:
+      numbers: of tokens and rows.
+      experts: their settings.
+      stage: a `StageShape`, or its fields `tensor`, `expert` and `places_experts`.
+    """
+    rows = sent_rows(experts, stage.expert, is_placed=stage.places_experts)
+    return numbers.whole + numbers.cut / stage.tensor + numbers.row * rows
+
+
 def rounds(
     experts: ExpertsConfig, num_tokens: Sizes, num_devices: Sizes, *, is_placed: bool = False
 ) -> Numbers:
     """The mean number of rounds of an exchange, over the loads that experts may have.
 
     A round is added for each time that the largest of n^2 loads, from each device to each, has the
-    slots of a round once more. The loads of n devices vary as those of E / n experts do. Each has
-    choices of n devices; as these are few, the largest of them is larger.
+    choices of a round once more. Rows have room for longer: their loads vary less. The loads of n
+    devices vary as those of E / n experts do. Each has choices of n devices; as these are few, the
+    largest of them is larger.
 
     >>> even = ExpertsConfig(count=128, active=8)
     >>> [round(float(rounds(even, 4096, n)), 2) for n in (1, 8, 32)]
@@ -122,22 +169,70 @@ def _one_rounds(
 _rounds = np.vectorize(_one_rounds, otypes=[float])
 
 
+def multiplied_rows(
+    experts: ExpertsConfig,
+    length: int,
+    num_tokens: int,
+    num_devices: int,
+    *,
+    num_chunks: int = 1,
+    is_placed: bool = False,
+    by_kernel: bool = False,
+) -> float:
+    """The rows of the products of experts on a device, over its choices of an even load.
+
+    Blocks of slots are multiplied whether they are full or empty, in each round of an exchange, and
+    so are those of a capacity. A kernel multiplies the rows of the device whose experts have most.
+
+    >>> even, capped = (ExpertsConfig(count=8, active=2, capacity_factor=f) for f in (None, 1.5))
+    >>> [multiplied_rows(x, 4096, 4096, 1) for x in (even, capped)]
+    [1.21875, 1.5]
+    >>> [round(multiplied_rows(even, 4096, 4096, 4, by_kernel=x), 3) for x in (False, True)]
+    [1.87, 1.223]
+
+    Args:
+      experts: their settings.
+      length: tokens of a sequence.
+      num_tokens: of a device.
+      num_devices: that share experts.
+      num_chunks: of an exchange between them.
+      is_placed: whether experts are placed by their loads.
+      by_kernel: whether products without a capacity are those of a kernel.
+    """
+    choices, count = experts.active * num_tokens, experts.count
+    if num_devices == 1 and experts.capacity_factor is not None:
+        slots = count * capacity_rows(length, experts.active, count, experts.capacity_factor)
+        return slots / (experts.active * length)
+    if by_kernel:
+        return float(peak_load(experts, num_devices, is_placed=is_placed))
+    if num_devices == 1:
+        return num_blocks(choices, count) * block_rows(choices, count) / choices
+    sizes = num_tokens, count, experts.active, num_devices, num_chunks
+    of_chunk = num_devices * choices_of_each(*sizes)
+    here = of_chunk, count // num_devices
+    slots = num_chunks * num_blocks(*here) * block_rows(*here)
+    number = rounds(experts, num_tokens, num_devices, is_placed=is_placed)
+    return float(number) * slots / choices
+
+
 def exchanged_bytes(
     model: ModelConfig, stage: StageShape, num_chunks: int
 ) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
     """Bytes of each array that a device exchanges in a round of a layer: forward, backward.
 
-    There are n slots_of_each(k T, n, chunks) rows, of which one n-th stays on the device. A forward
-    sends the experts' numbers and weights, tokens, and results. A backward sends the first two
-    again, gradients of results and of tokens, and those of weights.
+    There are n slots_of_each(T, E, k, n) rows in each chunk, of which one n-th stays on the device.
+    A forward sends the numbers and weights of k choices, tokens, and results. A backward sends the
+    first two again, gradients of results and of tokens, and those of weights.
     """
     experts = model.experts
     assert experts is not None, "a model with experts has settings of them"
     num_tokens: Any = stage_tokens(model, stage)
-    shared = experts.active * num_tokens, stage.expert, num_chunks
-    rows = stage.expert * slots_of_each(*shared)
+    sizes = num_tokens, experts.count, experts.active, stage.expert, num_chunks
+    groups = router_groups(experts, is_placed=stage.places_experts)
+    rows = num_chunks * stage.expert * slots_of_each(*sizes, groups)
+    each = 4.0 * experts.active * rows
     tokens = 1.0 * DTYPE_BYTES[stage.dtype] * sent_width(model) * rows
-    return (8.0 * rows, tokens, tokens), (8.0 * rows, tokens, tokens, tokens, 4.0 * rows)
+    return (2 * each, tokens, tokens), (2 * each, tokens, tokens, tokens, each)
 
 
 def round_s(sent_s: Numbers, products_s: Numbers, back_s: Numbers, num_chunks: int) -> Numbers:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from holmesjax.config import EXPERT_BLOCK, ExpertsConfig, ModelConfig
 from holmesjax.layer_specs import transformer
 from holmesjax.layer_specs.kind import (
-    NONE,
     Constant,
     Exchange,
     Kept,
@@ -17,6 +16,7 @@ from holmesjax.layer_specs.kind import (
     LayerCollective,
     Normal,
     Parameter,
+    PerRow,
     PerToken,
     WeightProduct,
 )
@@ -69,10 +69,10 @@ def expert_block(model: ModelConfig) -> Kind:
     whole = transformer.block_spec(replace(model, mlp_width=shared or 1))
     d, f, gates = model.width, expert_width(model), 2 if model.is_gated else 1
     c, has_latents = sent_width(model), experts.latent_width is not None
-    rows = experts.active * SLOTS_PER_CHOICE  # that an exchange sends
     slots = experts.active * (experts.capacity_factor or SLOTS_PER_CHOICE)
-    cs, fs, cr = round(c * slots), round(f * slots), round(c * rows)
-    fr = round(f * rows * SLOTS_PER_CHOICE)  # in the slots of the rows that come
+    cs, fs = round(c * slots), round(f * slots)
+    # In the slots of choices that come: those of an even load and a quarter.
+    fr = round(f * experts.active * SLOTS_PER_CHOICE**2)
     parameters = [stated for stated in whole.parameters if shared or not _is_of_mlp(stated)]
     products = whole.products if shared else whole.products[:-2]
     kept, share = whole.kept, experts.active / experts.count
@@ -110,11 +110,11 @@ def expert_block(model: ModelConfig) -> Kind:
         needed=PerToken(whole.needed.whole + 2 * cs, whole.needed.cut + (gates + 1) * fs),
         collectives=(*_of_width(whole.collectives, c), *_collectives(model)),
         exchange=Exchange(
-            moved=PerToken(4 * cr),
-            again=PerToken(2 * (cr + cs), (gates + 1) * fs),
-            unread=NONE if is_read else PerToken(4 * (cs + cr), (gates + 1) * fs),
+            moved=PerRow(row=4 * c),
+            again=PerRow(2 * cs, (gates + 1) * fs, row=2 * c),
+            unread=PerRow() if is_read else PerRow(4 * cs, (gates + 1) * fs, row=4 * c),
             kept=PerToken(0, gates * fs),
-            needed=PerToken(3 * cr + 2 * c, (2 * gates + 1) * fr - (gates + 1) * fs),
+            needed=PerRow(2 * c, (2 * gates + 1) * fr - (gates + 1) * fs, row=3 * c),
             is_read=is_read,
         ),
         losses=_losses(experts),

@@ -68,12 +68,13 @@ def experts(
     choice_BLk = checkpoint_name(choice_BLk, ops.ROUTES)
     weight_BLk = ops.chosen(scores_BLE, choice_BLk)
     if settings.normalized and settings.active > 1:
-        weight_BLk = weight_BLk / (weight_BLk.sum(-1, keepdims=True) + 1e-20)
+        weight_BLk = ops.shares(weight_BLk)
     names = ("gate_EDF", "up_EDF") if "gate_EDF" in params else ("up_EDF",)
     is_chosen = choice_BLk[..., None] == jnp.arange(settings.count)[None, None, None]
-    place_BLk = choice_BLk
+    place_BLk, groups = choice_BLk, (settings.groups, settings.active_groups)
     if (place_E := router.get("place_E")) is not None:  # a sum, as that of `ops.chosen`
         place_BLk = jnp.sum(jnp.where(is_chosen, place_E, 0), -1).astype(jnp.int32)
+        groups = (1, 1)  # the experts of a group lie anywhere
     if "narrow_DC" in params:
         h_BLD = ops.linear(h_BLD, params["narrow_DC"])
     y_BLD = ops.experts_feed_forward(
@@ -87,6 +88,7 @@ def experts(
         shards=kernels.shards,
         num_chunks=kernels.expert_chunks,
         by_kernel=_by_kernel(h_BLD, params["up_EDF"], context, capacity),
+        groups=groups,
     )
     y_BLD = checkpoint_name(y_BLD, ops.RESULTS)
     if "widen_CD" in params:
@@ -158,8 +160,7 @@ def _auxiliary(
     load_E = before_E / jnp.where(mean > 0, mean, 1.0)
     losses: dict[str, jax.Array] = {}
     if settings.balance_loss:
-        share_BLE = scores_BLE / scores_BLE.sum(-1, keepdims=True)
-        losses["expert_balance"] = jnp.sum(share_BLE * load_E[None, None])
+        losses["expert_balance"] = jnp.sum(ops.shares(scores_BLE) * load_E[None, None])
     if settings.router_z_loss:
         losses["router_z"] = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
     metrics = {

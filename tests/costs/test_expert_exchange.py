@@ -3,8 +3,11 @@
 import dataclasses
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from holmesjax.config import ExpertsConfig, ModelConfig
 from holmesjax.costs import expert_exchange
@@ -13,6 +16,7 @@ from holmesjax.costs.expert_exchange import (
     CHUNKS,
     LOAD_VARIATION,
     exchange_s,
+    multiplied_rows,
     peak_load,
     round_s,
     rounds,
@@ -20,9 +24,18 @@ from holmesjax.costs.expert_exchange import (
 from holmesjax.costs.expert_placement import greedy
 from holmesjax.costs.products import train_flop
 from holmesjax.costs.stage_times import stage_times
+from holmesjax.layer_specs.model_layers import forget
 from holmesjax.topology.machines import DeviceKind, Link
-from kernels.expert_slots import slots_of_each
+from kernels.attention.shards import Shards
+from kernels.expert_exchange import experts_feed_forward
+from kernels.expert_slots import (
+    capacity_rows,
+    choices_of_each,
+    share_of_tokens,
+    slots_of_each,
+)
 from tests.shapes import shape_of
+from tests.traced_flop import dot_flop
 
 
 @pytest.mark.parametrize(
@@ -45,12 +58,64 @@ def test_loads_are_those_of_drawn_routers(count, active, num_tokens, n, is_place
         choices = rng.multinomial(num_tokens * active, share / share.sum(), size=n)
         sent = choices.reshape(n, n, -1).sum(-1)  # from each device to each
         peaks.append(sent.sum(0).max() / (num_tokens * active))
-        found.append(np.ceil(sent.max() / slots_of_each(num_tokens * active, n)))
+        found.append(np.ceil(sent.max() / choices_of_each(num_tokens, count, active, n)))
     experts = ExpertsConfig(count=count, active=active)
     peak = peak_load(experts, n, is_placed=is_placed)
     assert float(peak) == pytest.approx(np.mean(peaks), rel=0.02)
     expected = rounds(experts, num_tokens, n, is_placed=is_placed)
     assert float(expected) == pytest.approx(np.mean(found), abs=0.12)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_tokens_go_to_a_device_as_often_as_in_all_choices_there_are(n, groups):
+    """8 experts, 3 of a token, in so many of their groups."""
+    number, active = groups
+    all_of = lambda group: range(group * 8 // number, (group + 1) * 8 // number)
+    ways = [
+        set(choice)
+        for some in itertools.combinations(range(number), active)
+        for choice in itertools.combinations([e for g in some for e in all_of(g)], 3)
+    ]
+    first = set(range(8 // n))
+    wanted = np.mean([bool(first & choice) for choice in ways])
+    assert share_of_tokens(8, 3, n, *groups) == pytest.approx(wanted)
+
+
+def test_rows_of_an_exchange_have_room_where_choices_have():
+    """1,024 tokens of each of 16 devices: choices need a round more where rows do."""
+    rng, n, count, k, num_tokens = np.random.default_rng(0), 16, 64, 6, 1024
+    sizes = num_tokens, count, k, n
+    room = slots_of_each(*sizes), choices_of_each(*sizes)
+    for _ in range(10):
+        load = np.log(np.maximum(rng.normal(1, LOAD_VARIATION, count), 0.01))
+        score = load + rng.gumbel(size=(n, num_tokens, count)).astype(np.float32)
+        chosen = np.argpartition(score, -k)[..., -k:] // (count // n)
+        of_device = np.sum(chosen[..., None] == np.arange(n), 2)  # [from, token, to]
+        rows, choices = np.sum(of_device > 0, 1) / room[0], of_device.sum(1) / room[1]
+        assert rows.max() < choices.max()
+
+
+@pytest.mark.parametrize(
+    "length, factor, n, chunks",
+    [(4096, None, 1, 1), (96, None, 1, 1), (64, 1.3, 1, 1), (256, None, 4, 1), (96, None, 2, 3)],
+)
+def test_rows_are_those_that_a_program_multiplies(length, factor, n, chunks):
+    """In a round, where devices share experts; [rows, 8] [8, 16] and back."""
+    settings, sequences = ExpertsConfig(count=8, active=2, capacity_factor=factor), 3
+    mesh = Mesh(np.array(jax.devices("cpu")[:n]), ["expert"])
+    shards = Shards(mesh, (("B", ("expert",)), ("E", ("expert",)), ("N", ()), ("F", ())))
+    capacity = factor and capacity_rows(length, 2, 8, factor)
+    options = {"capacity": capacity, "num_chunks": chunks, "shards": shards if n > 1 else None}
+    run = lambda *arrays: experts_feed_forward("gelu", *arrays, **options)
+    x_BLD = jnp.zeros((n * sequences, length, 8))
+    choice = jnp.zeros((*x_BLD.shape[:2], 2), jnp.int32)
+    weights = (jnp.zeros((8, 8, 16)),), jnp.zeros((8, 16, 8))
+    program = jax.make_jaxpr(run)(x_BLD, choice, choice.astype("float32"), *weights)
+    num_tokens = sequences * length
+    rows = multiplied_rows(settings, length, num_tokens, n, num_chunks=chunks)
+    rows_of_round = rows / float(rounds(settings, num_tokens, n))
+    assert dot_flop(program.jaxpr) == pytest.approx(rows_of_round * 2 * num_tokens * 4 * 8 * 16)
 
 
 def shortest_round_s(sent_s, products_s, back_s, num_chunks):
@@ -73,6 +138,15 @@ def shortest_round_s(sent_s, products_s, back_s, num_chunks):
     return min(found)
 
 
+@pytest.fixture
+def equal_loads(monkeypatch):
+    """Devices have equal loads, and no seconds are known that are those of others."""
+    forget()
+    monkeypatch.setattr(expert_exchange, "LOAD_VARIATION", 1e-9)
+    yield
+    forget()
+
+
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_no_order_of_a_link_ends_a_round_earlier(num_chunks):
     for seconds in np.random.default_rng(num_chunks).exponential(size=(40, 3)):
@@ -80,9 +154,8 @@ def test_no_order_of_a_link_ends_a_round_earlier(num_chunks):
         assert float(round_s(*seconds, num_chunks)) == pytest.approx(wanted)
 
 
-def test_chunks_hide_an_exchange_behind_products_until_their_latencies_count(monkeypatch):
+def test_chunks_hide_an_exchange_behind_products_until_their_latencies_count(equal_loads):
     """All but the first chunk's way there and the last one's back, where products take longer."""
-    monkeypatch.setattr(expert_exchange, "LOAD_VARIATION", 1e-9)
     experts = ExpertsConfig(count=8, active=2, width=64)
     sizes = {"num_layers": 1, "width": 64, "num_heads": 4, "context_length": 64}
     model = ModelConfig(**sizes, pattern=("expert_block",), experts=experts)
@@ -139,10 +212,9 @@ def test_an_exchange_between_nodes_shares_their_links():
     ],
 )
 def test_what_devices_that_share_experts_compute_and_send_again(
-    monkeypatch, checkpointing, norms, products, exchanges
+    equal_loads, checkpointing, norms, products, exchanges
 ):
     """In products of one layer's experts with their tokens, and in exchanges of a forward."""
-    monkeypatch.setattr(expert_exchange, "LOAD_VARIATION", 1e-9)
     experts = ExpertsConfig(count=4, active=2, width=24)
     sizes = {"num_layers": 1, "width": 32, "num_heads": 4, "context_length": 16, "norms": norms}
     form = {"norm": "rms_norm", "activation": "swiglu", "pattern": ("expert_block",)}
@@ -156,7 +228,8 @@ def test_what_devices_that_share_experts_compute_and_send_again(
         link=link,
     )
     pair = Group(size=2, nodes=1, inside=link, between=None)
-    stage = lambda axis: shape_of(1, **{axis: 2}, checkpointing=checkpointing)
+    options = {"checkpointing": checkpointing, "experts_by_kernel": True}
+    stage = lambda axis: shape_of(1, **{axis: 2}, **options)
     frozen = dataclasses.replace(model, frozen=("*/*_EDF", "*/*_EFD"))
     (alone, shared), (still, still_shared) = (
         [

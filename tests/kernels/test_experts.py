@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels.attention.shards import Shards
-from kernels.expert_exchange import experts_feed_forward
-from kernels.experts import router_logits
+from kernels.expert_exchange import _of_each, _routes, _Sent, _slots, experts_feed_forward
+from kernels.experts import Static, from_slots, place_in_group, router_logits, shares, to_slots
 from tests.kernels.attention.gpus import first_devices
 
 B, L, K, E, D, F = 8, 8, 2, 4, 8, 12
@@ -33,7 +33,7 @@ ARRAYS = jax.tree.map(np.float32, (X_BLD, WEIGHT_BLK, W_IN, W_OUT, DY_BLD))
 CHOICES = {
     "random": random_choices(),
     "two empty groups": np.where(random_choices()[..., :1] % 2, [3, 1], [1, 3]),
-    "one group": np.tile([2, 0], (B, L, 1)),
+    "one group": np.tile([3, 2], (B, L, 1)),  # two rounds: of choices, or of rows
 }
 
 
@@ -129,6 +129,21 @@ def test_results_and_gradients_are_those_of_each_token_by_itself(
         assert not any(np.any(one[e]) for one in (*got[2], got[3])), f"expert {e} has no token"
 
 
+@pytest.mark.parametrize("choice_BLk", CHOICES.values(), ids=CHOICES)
+def test_each_choice_has_a_place_of_its_own_and_comes_back_once(choice_BLk):
+    choice_N = choice_BLk.reshape(-1)
+    place_N, load_E = (np.asarray(x) for x in place_in_group(jnp.asarray(choice_N), E))
+    assert load_E.sum() == B * L * K
+    assert {*zip(choice_N, place_N, strict=True)} == {
+        (e, i) for e in range(E) for i in range(load_E[e])
+    }
+    slot_BLk = jnp.asarray(choice_N * B * L + place_N).reshape(B, L, K)
+    number_BLD = jnp.arange(B * L, dtype=jnp.float32).reshape(B, L, 1)
+    come_S1 = to_slots(number_BLD, slot_BLk, E * B * L)
+    np.testing.assert_array_equal(from_slots(come_S1, slot_BLk), K * number_BLD)
+    np.testing.assert_array_equal(come_S1[slot_BLk], number_BLD[:, :, None].repeat(K, 2))
+
+
 @pytest.mark.parametrize("name, products", [("one device", 9), ("an expert each", 11)])
 def test_devices_that_share_experts_multiply_again_before_the_activation(name, products):
     """A backward has six gradients of three products."""
@@ -189,3 +204,54 @@ def test_a_router_multiplies_in_float32_what_is_in_bfloat16():
     assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
     wanted = np.einsum("bld,blf->df", np.float64(x_BLD), np.float64(logits))
     np.testing.assert_allclose(dw, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_shares_of_scores_that_vanish_have_gradients():
+    """The scores are sigmoids, as far down as float32 has none, against float64."""
+    logit_TE = np.array([0, -20, -40, -45, -60, -200])[:, None] + RNG.standard_normal((6, E))
+    dshare_TE = RNG.standard_normal((6, E))
+    score_TE = 1 / (1 + np.exp(-logit_TE))
+    total_T1 = score_TE.sum(-1, keepdims=True) + 1e-20
+    share_TE = score_TE / total_T1
+    dscore_TE = (dshare_TE - (share_TE * dshare_TE).sum(-1, keepdims=True)) / total_T1
+    of = lambda logits: shares(jax.nn.sigmoid(logits))
+    found, pullback = jax.vjp(of, jnp.float32(logit_TE))
+    [gradient] = pullback(jnp.float32(dshare_TE))
+    np.testing.assert_allclose(found, share_TE, rtol=1e-4, atol=1e-7)
+    wanted = dscore_TE * score_TE * (1 - score_TE)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("n, num_chunks", [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_token_goes_once_to_each_device_that_has_its_experts(name, n, num_chunks):
+    """Over all rounds, in slots of their own, with as many choices to a device as it has room for.
+
+    The choices of some tokens are left out.
+    """
+    is_out = np.arange(B)[:, None, None] % 5 == 0
+    choice_BLk = np.where(is_out, E, CHOICES[name])
+    static = Static("swiglu", E, None, shards_of(expert=n), num_chunks)
+    routes = _routes(static, jnp.asarray(choice_BLk))
+    rows, choices = _of_each(static, routes)
+    sent, went = _Sent(jnp.zeros(n, int), jnp.zeros(n, int)), []
+    for _ in range(2 * B * L):
+        if np.array_equal(sent.choices_n, routes.count_Tn.sum(0)):
+            break
+        slot_Tm, sent = _slots(static, routes, sent)
+        is_in = np.asarray(slot_Tm) < num_chunks * n * rows
+        slot_N, count_N = np.asarray(slot_Tm)[is_in], np.zeros((num_chunks, n), int)
+        assert len({*slot_N.tolist()}) == len(slot_N)
+        for (token, column), slot in zip(np.argwhere(is_in), slot_N, strict=True):
+            chunk, device = divmod(slot // rows, n)
+            assert device == routes.device_Tm[token, column]
+            count_N[chunk, device] += routes.count_Tn[token, device]
+            went.append((token, int(device)))
+        assert count_N.max() <= choices
+    wanted = {
+        (token, e // (E // n))
+        for token, to in enumerate(choice_BLk.reshape(-1, K).tolist())
+        for e in to
+        if e < E
+    }
+    assert (len(went), {*went}) == (len(wanted), wanted)

@@ -33,6 +33,7 @@ def made(places_experts=True, **changes):
     return [dataclasses.replace(chunk, **own) for chunk in make_chunks(MODEL, PLAN)]
 
 
+@pytest.mark.one_version
 def test_steps_and_checkpoints_are_the_same_however_experts_lie(tmp_path):
     """Three steps; before the third, experts move by the loads of the second, as at a save."""
     losses, states = {}, {}
@@ -98,7 +99,7 @@ def test_all_that_belongs_to_an_expert_moves_and_nothing_else():
 
 
 @pytest.mark.parametrize("axes", ["expert", ("expert", "data")])
-@pytest.mark.parametrize("width", [1024, 1021, 3])
+@pytest.mark.parametrize("width", [8192, 1021, 3])
 def test_rows_move_in_a_ring_in_their_place_and_in_pieces(axes, width):
     """So a move fits where gradients of a step were, of which a layer has two such arrays."""
     mesh = jax.make_mesh((2, 4), ("data", "expert"))
@@ -115,6 +116,8 @@ def test_rows_move_in_a_ring_in_their_place_and_in_pieces(axes, width):
     assert memory.output_size_in_bytes == memory.alias_size_in_bytes == part
     if width > 3:
         assert memory.temp_size_in_bytes < part, "pieces travel, and few numbers besides"
+    if width == 8192:  # three eighths, and few numbers besides, as docs/experts.md says
+        assert memory.temp_size_in_bytes == pytest.approx(0.4 * part, rel=0.1)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128, 16), (8, 512, 2048)])
