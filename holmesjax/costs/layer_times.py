@@ -9,7 +9,7 @@ import numpy as np
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
 from holmesjax.costs.attention import AskedAttention, attention_s, choice_of
-from holmesjax.costs.expert_exchange import has_experts, peak_load
+from holmesjax.costs.expert_exchange import exchanged_numbers, has_experts, multiplied_rows
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.products import (
     attention_products,
@@ -49,6 +49,8 @@ class _LayerShape(NamedTuple):
     context: int
     expert: int
     places_experts: bool
+    expert_chunks: int | None
+    experts_by_kernel: bool
     dtype: str
     checkpointing: Checkpointing
     attention: AskedAttention | None
@@ -94,18 +96,26 @@ def _layer_seconds(
     kind, length = kinds(model).blocks[number], model.context_length
     num_tokens = stage.sequences * length // stage.context
     experts = model.experts if has_experts(kind) else None
-    peak = 1.0
+    rows = 1.0
     if experts is not None:
-        peak = float(peak_load(experts, stage.expert, is_placed=stage.places_experts))
-    cuts_of = stage.tensor, stage.expert, peak
+        rows = multiplied_rows(
+            experts,
+            length,
+            num_tokens,
+            stage.expert,
+            num_chunks=stage.expert_chunks or 1,
+            is_placed=stage.places_experts,
+            by_kernel=stage.experts_by_kernel,
+        )
+    cuts_of = stage.tensor, stage.expert, rows
     products = layer_products(kind, num_tokens, *cuts_of)
     mixed = mixed_products(kind, length, num_tokens, stage.tensor)
     attention = attention_products(kind, length, num_tokens, stage.tensor, stage.context)
     cuts = work.stream_cuts(kind, length, stage, implementation)
     whole, cut = work.layer_numbers(kind, stage.tensor, cuts)
     exchange = kind.exchange if stage.expert > 1 else None
-    if exchange is not None:
-        whole, cut = whole + exchange.moved.whole, cut + exchange.moved.cut / stage.tensor
+    if exchange is not None and experts is not None:
+        whole = whole + exchanged_numbers(exchange.moved, experts, stage)
     heads = kind.attention.heads if kind.attention else 0
     pairs = num_tokens * length * heads / stage.tensor
     products_s = device.products_s([*products, *mixed], stage.dtype)
@@ -124,7 +134,7 @@ def _layer_seconds(
     backward_s += BACKWARD_NUMBERS * (numbers_s + scores_s)
     calls = 2
     experts_forward_s = experts_backward_s = 0.0
-    if exchange is not None:
+    if exchange is not None and experts is not None:
         of_experts = experts_products(kind, products)
         trained_here = experts_products(kind, products, trained=True)
         put_off = [product.gradients[1] for product in trained_here]
@@ -132,11 +142,11 @@ def _layer_seconds(
         gradients = [product.gradients[0] for product in of_experts] + put_off
         experts_forward_s = device.products_s(of_experts, stage.dtype)
         experts_backward_s = device.products_s([*of_experts[:-1], *gradients], stage.dtype)
-        again = exchange.again.whole + exchange.again.cut / stage.tensor
+        again = exchanged_numbers(exchange.again, experts, stage)
         backward_s += device.products_s(of_experts[:-1], stage.dtype)
         backward_s += float(device.between_s(num_tokens * again * DTYPE_BYTES[stage.dtype]))
         if stage.checkpointing == "full" and not exchange.is_read:
-            unread = exchange.unread.whole + exchange.unread.cut / stage.tensor
+            unread = exchanged_numbers(exchange.unread, experts, stage)
             backward_s -= device.products_s(of_experts, stage.dtype)
             backward_s -= float(device.between_s(num_tokens * unread * DTYPE_BYTES[stage.dtype]))
     if stage.checkpointing == "full":

@@ -12,6 +12,7 @@ import numpy as np
 
 from holmesjax.config import Checkpointing, ModelConfig
 from holmesjax.costs import work
+from holmesjax.costs.expert_exchange import sent_rows
 from holmesjax.costs.implementation import HOLMESJAX, Implementation
 from holmesjax.costs.optimizer_state import Matrix, hidden_matrices, kept_bytes
 from holmesjax.costs.parameters import (
@@ -269,7 +270,10 @@ def _temporary_bytes(
     if kind.exchange is not None:
         shares = np.asarray(stage.expert) > 1
         needed = kind.exchange.needed
-        whole, cut = whole + shares * needed.whole, cut + shares * needed.cut
+        assert model.experts is not None, "only experts are shared"
+        rows = sent_rows(model.experts, stage.expert, is_placed=stage.places_experts)
+        whole = whole + shares * (needed.whole + needed.row * rows)
+        cut = cut + shares * needed.cut
     per_token = (
         width * (cut / stage.tensor + twice * whole)
         + residual_bytes(model, kind, stage, implementation, "none")

@@ -153,8 +153,8 @@ def stage_extents(model: ModelConfig, counts: tuple[int, ...]) -> StageExtents:
         for count, kind, _ in own
         for layer, parameter in (_borrowed(model, kind) if count else ())
     }
-    present = {id(kind) for count, kind, _ in own if count}
-    is_here = lambda layer: id(layers(model)[layer]) in present
+    present = {kind for count, kind, _ in own if count}
+    is_here = lambda layer: layers(model)[layer] in present
     copies = tuple(item for (layer, _), item in borrowed.items() if not is_here(layer))
     read_whole = [item for (layer, _), item in borrowed.items() if is_here(layer)]
     total = lambda name: Extent.total(getattr(e, name).times(n) for n, _, e in own)

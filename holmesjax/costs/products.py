@@ -15,7 +15,7 @@ from holmesjax.topology.calibration import Product, flop
 
 
 def layer_products(
-    kind: Kind, num_tokens: float, tensor: int = 1, expert: int = 1, peak: float = 1.0
+    kind: Kind, num_tokens: float, tensor: int = 1, expert: int = 1, rows: float = 1.0
 ) -> list[Product]:
     """The products of one layer's activations with its weights in a forward, on each device.
 
@@ -33,7 +33,7 @@ def layer_products(
       kind: of the layer.
       num_tokens: on each device.
       tensor, expert: sizes of these mesh axes.
-      peak: the tokens of the device whose experts have most, over the mean.
+      rows: of products of experts on the device with most, over those of an even load.
     """
     of_experts = {parameter.name for parameter in kind.parameters if parameter.is_of_experts}
 
@@ -43,7 +43,7 @@ def layer_products(
             num_tokens
             * product.rows
             * kind.met_share(product)
-            * (expert * peak if is_shared else 1),
+            * (expert * rows if is_shared else 1),
             product.columns / tensor if product.cut == "columns" else product.columns,
             product.depth / tensor if product.cut == "depth" else product.depth,
             product.times / expert if is_shared else product.times,
@@ -77,17 +77,17 @@ def trained_products(
     num_tokens: float,
     tensor: int = 1,
     expert: int = 1,
-    peak: float = 1.0,
+    rows: float = 1.0,
     *,
     trains: bool = True,
 ) -> list[Product]:
     """Returns the `layer_products` whose weights train, or whose weights do not.
 
     Args:
-      kind, num_tokens, tensor, expert, peak: those of `layer_products`.
+      kind, num_tokens, tensor, expert, rows: those of `layer_products`.
       trains: which of the two.
     """
-    products = layer_products(kind, num_tokens, tensor, expert, peak)
+    products = layer_products(kind, num_tokens, tensor, expert, rows)
     pairs = zip(products, kind.products, strict=True)
     return [product for product, weight in pairs if weight.trains == trains]
 

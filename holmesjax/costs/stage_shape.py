@@ -39,6 +39,8 @@ class StageShape:
     expert: Sizes = 1  # devices that share experts; they also cut other parameters and sequences
     places_experts: bool = False  # whether these have experts by their loads
     expert_chunks: int | None = None  # of an exchange between them; None: the fastest number
+    # Whether a kernel multiplies the rows of each expert, and no empty slot.
+    experts_by_kernel: bool = False
     sequences: Sizes  # in a microbatch, of which a device has some part each
     chunks: int  # runs of consecutive layers that it holds
     in_flight: float  # microbatches that wait: `tasks.max_in_flight`

@@ -82,7 +82,10 @@ def sequence_cuts(length: int, tensor: Sizes, context: Sizes = 1) -> Sizes:
     >>> int(sequence_cuts(64, 4)), int(sequence_cuts(64, 4, context=2)), int(sequence_cuts(6, 4))
     (4, 4, 1)
     """
-    return np.where(length // context % tensor == 0, tensor, 1)
+    divides = length // context % tensor == 0
+    if isinstance(divides, bool):  # of one stage: NumPy takes many times as long for one number
+        return tensor if divides else 1
+    return np.where(divides, tensor, 1)
 
 
 class Cut(Protocol):
@@ -112,7 +115,10 @@ def stream_cuts(
     if not kind.cuts_sequences:
         return 1
     cuts = sequence_cuts(length, stage.tensor, stage.context)
-    return np.where(stage.sequence_parallel, cuts, 1)
+    asked = stage.sequence_parallel
+    if isinstance(asked, int) and isinstance(cuts, int):
+        return cuts if asked else 1
+    return np.where(asked, cuts, 1)
 
 
 def gathered_again(kind: Kind, numbers: int, width: int, is_cut: Sizes) -> Sizes:

@@ -46,6 +46,7 @@ QUEUE_S, QUEUE_FRAMES = 0.1, 32
 CHUNK_S = 1e-3  # the most that TCP hands over at once, as time at the rate
 LATE_FRAMES = 10_000  # that the process that delays may be behind
 FRAME_BYTES = MTU_BYTES + 14
+TAKEN_AWAY_S = 60  # for the processes of a lab to be gone
 
 # The file of a control group's weight beside others, and the largest.
 WEIGHTS = {"v1": ("cpu.shares", 262144), "v2": ("cpu.weight", 10000)}
@@ -150,7 +151,7 @@ class Commands:
             f"{tc} class add dev {late} parent 1: classid 1:{NIC:x} htb rate 100gbit burst 1mb "
             f"cburst 1mb quantum {FRAME_BYTES}",
             f"{tc} filter add dev {late} parent 1: protocol ip pref {CLASSIFY} "
-            f"u32 match u32 0 0 flowid 1:{NIC:x}",
+            f"u32 match ip dst {SLOW}.0.0/15 flowid 1:{NIC:x}",  # both addresses of all nodes
             *self._loss(late),
         ]
 
@@ -383,13 +384,19 @@ class Commands:
 
 
 def tear_down(id: str, version: Version) -> list[str]:
-    """Takes away what a lab of this name has made, however far it came. Kills what runs in it."""
+    """Takes away what a lab of this name has made, however far it came. Kills what runs in it.
+
+    A process may end before it is killed, or start another. One that no signal ends is given up
+    after TAKEN_AWAY_S, and `launch lab clean` finds it again.
+    """
     cgroup = f"{CGROUPS[version]}/holmes-{id}"
+    kill = f"cat {cgroup}/*/cgroup.procs 2>/dev/null | xargs -r kill -KILL 2>/dev/null || true"
+    remove = f"find {cgroup} -depth -type d -exec rmdir {{}} + 2>/dev/null"
     return [
-        f"cat {cgroup}/*/cgroup.procs 2>/dev/null | xargs -r kill -KILL",
+        kill,
         f"ip netns list | grep -o '^holmes-{id}[^ ]*' | xargs -r -n 1 ip netns del",
-        f"while [ -d {cgroup} ]; do find {cgroup} -depth -type d -exec rmdir {{}} + 2>/dev/null"
-        " || sleep 0.05; done",
+        f"timeout {TAKEN_AWAY_S} sh -c "
+        f"'while [ -d {cgroup} ]; do {kill}; {remove} || sleep 0.05; done'",
         f"rm -rf {STATE}/{id}",
     ]
 

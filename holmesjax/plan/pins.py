@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from holmesjax.config import ParallelConfig
+from holmesjax.config.island_checks import OF_ISLANDS, OF_LOCAL_UPDATES
 from holmesjax.plan.plan import Axis, Plan
 from holmesjax.units import show
 
 # Settings that say what a run does, and no choices of the planner's.
 NO_PINS = (
-    *("across", "islands", "every", "outer", "fragments", "delay", "blend"),
-    *("meet", "mailbox", "quorum", "grace_s", "island", "place"),
-    "expert_placement",
+    *("across", "meet", "expert_placement"),
+    *(*OF_ISLANDS, *OF_LOCAL_UPDATES),
 )
 LEAST_SHARE = 0.0005  # of a step, to be worth a word
 WIDTH = 110  # of a line

@@ -156,6 +156,12 @@ class Plan:
         return tuple(k for k, pipeline in enumerate(self.pipelines) for _ in pipeline.stages)
 
     @property
+    def batch_shares(self) -> tuple[int, ...]:
+        """The share of the batch of each island, in whole numbers without a common divisor."""
+        sizes = [island.global_batch for island in self.islands]
+        return tuple(size // math.gcd(*sizes) for size in sizes)
+
+    @property
     def num_chunks(self) -> int:
         """Runs of consecutive layers that each stage holds."""
         return len(self.stages[0].chunks)
@@ -333,6 +339,9 @@ def _refuse_contradictions(plan: Plan, where: str) -> None:
             raise _damaged(where, "its stages must be those of its islands", "others")
         if plan.meeting is None or len(plan.meeting.bytes) != len(plan.islands):
             raise _damaged(where, "meeting must have the bytes of each island", plan.meeting)
+        batches = [island.global_batch for island in plan.islands]
+        if sum(batches) != plan.global_batch:
+            raise _damaged(where, f"islands must share its batch of {plan.global_batch}", batches)
         return
     _refuse_impossible_schedule(plan, where)
     _refuse_missing_seconds(plan, where)

@@ -12,6 +12,7 @@ from holmesjax.units import counted, show
 
 IDLE_SHOWN = 4  # nodes by name
 DEPTHS_SHOWN = 16  # stages
+PARTS_SHOWN = 2  # of a device's memory, beside the rest
 
 
 def describe(
@@ -102,6 +103,7 @@ def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: 
         f"meet every {counted(meeting.every, 'step')}, on topology {plan.topology}",
         f"  meeting   islands send {', '.join(texts)}, {waits}",
         *(pairs if meeting.rule == "noloco" else ()),
+        *(f"  shares    {words}, and weigh so much" for words in unlike_shares(plan)),
         f"  step      {show(plan.step_time_s, 's')} predicted: {show(exposed_s, 's')} of it "
         "for the meeting, the rest in the slowest island",
     ]
@@ -109,6 +111,14 @@ def _describe_islands(plan: Plan, kind_of: Mapping[str, str] | None, is_pinned: 
         own = describe(island, kind_of, is_pinned=is_pinned)
         lines += [f"  island {number}, {own[0]}", *(f"  {line}" for line in own[1:])]
     return lines
+
+
+def unlike_shares(plan: Plan) -> list[str]:
+    """The words about the parts of the batch that islands take; none where these are equal."""
+    if len(set(plan.batch_shares)) < 2:
+        return []
+    parts = ", ".join(f"{island.global_batch:,}" for island in plan.islands)
+    return [f"islands take {parts} of {counted(plan.global_batch, 'sequence', form=',')}"]
 
 
 def _describe_apart(
@@ -170,15 +180,18 @@ def _details(stage: StagePlan) -> list[str]:
     cut = ", tensor also cuts sequences between products" * stage.sequence_parallel
     if stage.expert_chunks > 1:
         cut += f", tokens exchanged in {stage.expert_chunks} chunks"
-    items = sorted(stage.memory_bytes.items(), key=lambda item: -item[1])[:3]
-    largest = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in items)
+    parts = sorted(stage.memory_bytes.items(), key=lambda item: -item[1])
+    if len(parts) > PARTS_SHOWN + 1:
+        rest = sum(num_bytes for _, num_bytes in parts[PARTS_SHOWN:])
+        parts[PARTS_SHOWN:] = [("the rest", rest)]
+    shown = ", ".join(f"{name} {show(num_bytes, 'B')}" for name, num_bytes in parts)
     total = show(sum(stage.memory_bytes.values()), "B")
     seconds = ", ".join(f"{name} {show(s, 's')}" for name, s in stage.seconds.items())
     if stage.logit_bytes is not None:
         cut += f", {show(stage.logit_bytes, 'B')} of logits at a time"
     details = {
         "mesh": " x ".join(axes) + cut,
-        "memory": f"{total} a device: {largest}",
+        "memory": f"{total} a device: {shown}",
         "time": seconds,
     }
     return [f"            {name:6}  {text}" for name, text in details.items()]

@@ -7,11 +7,9 @@ more tokens for the same loss, and their priced step has the time of these too.
 from dataclasses import dataclass
 
 from holmesjax.config import Config
+from holmesjax.config.island_checks import OF_ISLANDS
 from holmesjax.plan.plan import Plan
 from holmesjax.units import show
-
-# Settings of `parallel` that are for islands.
-OF_ISLANDS = ("islands", "every", "outer", "fragments", "delay", "blend")
 
 # Names of the clusters of each island.
 Grouping = tuple[tuple[str, ...], ...]

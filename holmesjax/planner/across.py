@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from holmesjax.config import Config, ParallelConfig
+from holmesjax.config.sections import SPEED
 from holmesjax.costs.products import attention_products, train_flop
 from holmesjax.errors import HolmesError, PlanError
 from holmesjax.layer_specs.distinct_kinds import block_counts, kinds
@@ -183,7 +184,7 @@ def _with_meetings(
 ) -> tuple[Config, Plan]:
     """The plan of a grouping with the best of some settings of its meetings, and its config.
 
-    Raises PlanError where memory holds none.
+    Raises PlanError where memory holds none, or what the checks of the settings of islands raise.
     """
     plain = replace(settings[0], fragments=None, delay=None, blend=None)
     with_settings = lambda parallel: replace(config, parallel=parallel)
@@ -198,7 +199,7 @@ def _with_meetings(
         cost = meeting_cost(with_settings(parallel), paths, alone_s)
         price = more_tokens(config.plan.islands_more_tokens, len(names), cost.every)
         timed.append(((alone_s + cost.exposed_s / cost.every) * (1.0 + price), cost, parallel))
-    error: PlanError | None = None
+    error: HolmesError | None = None
     made: list[tuple[float, Config, Plan]] = []
     while timed:
         least_s = min(seconds for seconds, _, _ in timed)
@@ -211,7 +212,7 @@ def _with_meetings(
         found = with_settings(best[2])
         try:
             plan = plan_of(found)
-        except PlanError as refusal:  # it has no room for what is on its way
+        except HolmesError as refusal:  # it has no room for what is on its way
             error = error or refusal
         else:
             price = more_tokens(config.plan.islands_more_tokens, len(names), best[1].every)
@@ -264,9 +265,11 @@ def _least_s(config: Config, topology: Topology, grouping: Grouping) -> float:
     """The seconds of a step in which all devices of the slowest island compute at their peak.
 
     It is a lower bound: of each device the largest peak counts, and no attention, whose kernels
-    leave pairs out.
+    leave pairs out. Where shares are by speed, islands are as one of all their devices.
     """
     clusters, model = {c.name: c for c in topology.clusters}, config.model
+    if config.parallel.shares == SPEED:
+        grouping = (tuple(name for island in grouping for name in island),)
     tokens = config.train.global_batch * model.context_length / len(grouping)
     counts = (1, *block_counts(model), 1)
     attention_flop = sum(
@@ -291,11 +294,16 @@ def _size(grouping: Grouping) -> int:
 
 
 def _least_alone_s(config: Config, topology: Topology, grouping: Grouping, make: Make) -> float:
-    """The seconds of a step that the slowest island needs by the plans of its clusters alone."""
-    slowest_s = 0.0
+    """The seconds of a step that the slowest island needs by the plans of its clusters alone.
+
+    Plans are for equal shares. By speed, each island is as fast as they are, and takes its share.
+    """
+    times_s, count = list[float](), len(grouping)
+    if config.train.global_batch < count:  # planning the islands says why
+        return 0.0
     try:
-        own = island_config(config, len(grouping))
-    except HolmesError:  # planning the islands says why
+        own = island_config(config, config.train.global_batch // count)
+    except HolmesError:  # the same
         return 0.0
     for island in grouping:
         rate = 0.0
@@ -308,8 +316,10 @@ def _least_alone_s(config: Config, topology: Topology, grouping: Grouping, make:
                 again = plan.activation_checkpointing != "none"
                 part_s, share = plan.step_time_s, LEAST_SHARE_KEPT if again else LEAST_SHARE
             rate += 1.0 / (part_s * share) if part_s else float("inf")
-        slowest_s = max(slowest_s, 1.0 / rate)
-    return slowest_s
+        times_s.append(1.0 / rate)
+    if config.parallel.shares == SPEED:  # of `count` equal parts
+        return count / sum(1.0 / seconds if seconds else float("inf") for seconds in times_s)
+    return max(times_s)
 
 
 def _remembering(make: Make) -> Make:

@@ -25,7 +25,7 @@ from holmesjax.planner.step_time import (
 )
 from holmesjax.planner.trials import Candidate
 from holmesjax.topology import saving
-from holmesjax.topology.machines import Topology
+from holmesjax.topology.machines import Cluster, Topology
 from holmesjax.units import show
 
 LARGER_CHUNKS = (2 * LOGIT_BYTES, 4 * LOGIT_BYTES)  # of the loss, where there is room
@@ -291,34 +291,47 @@ def _idle_because(
     stages: Sequence[StagePlan],
     others: Sequence[Candidate],
 ) -> dict[str, str]:
-    """Why each cluster that no stage uses is idle, where more than the plan was found."""
-    used = {node for stage in stages for node in stage.nodes}
-    idle = [c for c in problem.topology.clusters if used.isdisjoint(node.name for node in c.nodes)]
+    """Why each cluster has devices that no stage uses, where more than the plan was found."""
+    idle = {problem.topology.cluster_of(node).name for node in _idle(problem.topology, stages)}
     asked = problem.config.parallel.clusters
     return {
         cluster.name: "parallel.clusters leaves it out"
         if asked is not None and cluster.name not in asked
-        else _worth_of(problem, cluster.name, chosen, others)
-        for cluster in idle
-        if others
+        else _worth_of(problem, cluster, chosen, others)
+        for cluster in problem.topology.clusters
+        if others and cluster.name in idle
     }
 
 
+def _devices_in(problem: Problem, candidate: Candidate, cluster: Cluster) -> int:
+    """The devices of a cluster that a plan uses; a pool may be of several clusters."""
+    own = set(problem.topology.devices([node.name for node in cluster.nodes]))
+    count = 0
+    for slot in candidate.assignment.slots:
+        nodes = problem.pools[slot.pool].cluster.nodes
+        if cluster.nodes[0] not in nodes:
+            continue
+        if len(nodes) == len(cluster.nodes):
+            count += slot.mesh.num_devices
+        else:
+            count += len(own.intersection(problem.placement(slot, candidate.settings).devices))
+    return count
+
+
 def _worth_of(
-    problem: Problem, cluster: str, chosen: Candidate, others: Sequence[Candidate]
+    problem: Problem, cluster: Cluster, chosen: Candidate, others: Sequence[Candidate]
 ) -> str:
-    """Compares a plan with the best one that was found with a cluster."""
-    with_it = [
-        other
-        for other in others
-        if any(problem.pools[s.pool].cluster.name == cluster for s in other.assignment.segments)
-    ]
+    """Compares a plan with the best one that was found with a cluster, or with more of it."""
+    devices_of = lambda candidate: _devices_in(problem, candidate, cluster)
+    num_used = devices_of(chosen)
+    it = "more of it" if num_used else "it"
+    with_it = [other for other in others if devices_of(other) > num_used]
     if not with_it:
-        return "no plan with it was found near the best, or with room"
+        return f"no plan with {it} was found near the best, or with room"
     best = min(with_it, key=lambda other: other.step_s)
     [free_s] = step_seconds(problem, [best.assignment], best.settings, best.order, with_links=False)
     longer = best.step_s / chosen.step_s - 1.0
-    told = f"the best plan found with it takes {show(best.step_s, 's')}, {longer:.1%} longer"
+    told = f"the best plan found with {it} takes {show(best.step_s, 's')}, {longer:.1%} longer"
     if longer <= 0.0:
         return f"{told.partition(',')[0]}, with more devices or at a higher price"
     if free_s < chosen.step_s:

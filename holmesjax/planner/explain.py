@@ -23,7 +23,7 @@ from typing import Any
 
 from holmesjax.config import Config, ParallelConfig
 from holmesjax.costs.expert_exchange import CHUNKS
-from holmesjax.errors import PlanError
+from holmesjax.errors import HolmesError, PlanError
 from holmesjax.layer_specs import distinct_kinds
 from holmesjax.plan import pins, plan_description
 from holmesjax.plan.device_pool import USABLE_MEMORY
@@ -372,8 +372,11 @@ def _other_placement(problem: Problem) -> str:
 
 def _with_setting(problem: Problem, chosen: Candidate, name: str, value: Any) -> Alternative:
     """The same stages with another setting of `parallel` that is no choice of the planner's."""
-    config = problem.config
-    config = replace(config, parallel=replace(config.parallel, **{name: value}))
+    config, what = problem.config, f"parallel.{name}={value}"
+    try:
+        config = replace(config, parallel=replace(config.parallel, **{name: value}))
+    except HolmesError as error:  # settings exclude it
+        return Alternative(what=what, step_s=None, why=error.problem)
     changed = Problem(
         config=config,
         topology=problem.topology,
@@ -381,7 +384,6 @@ def _with_setting(problem: Problem, chosen: Candidate, name: str, value: Any) ->
         stage_costs=StageCosts(config),
         usable_memory=problem.usable_memory,
     )
-    what = f"parallel.{name}={value}"
     return _alternative(what, _step_s(changed, chosen), problem, chosen)
 
 

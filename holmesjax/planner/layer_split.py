@@ -4,7 +4,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from holmesjax.planner.assignment import Assignment, Segment, StageSlot
@@ -43,9 +43,8 @@ class _Loads:
         self._problem, self._order = problem, order
         self._stages = problem.stages(slots, settings)
         self._plain = [problem.in_flight(order, i, order.chunks) for i in range(len(slots))]
-        self._known: dict[
-            tuple[PricedStage, InFlight, Counts, Counts | None], tuple[bool, float]
-        ] = {}
+        self._seconds: dict[tuple[PricedStage, Counts, Counts | None], float] = {}
+        self._full: dict[tuple[PricedStage, InFlight, Counts, Counts | None], bool] = {}
         numbers = problem.config.parallel.recomputed_layers
         self._numbers = numbers if numbers and settings.checkpointing != "none" else None
         fewest = [max(order.chunks, number) for number in numbers or ()]
@@ -60,20 +59,38 @@ class _Loads:
         return self._problem.ranges.counts(start, min(stop, start + self._numbers[place]))
 
     def of(self, place: int, blocks: Counts, recomputed: Counts | None) -> tuple[bool, float]:
-        """Returns whether layers are too much for a stage's memory, and their seconds.
+        """Returns whether layers are too much for a stage's memory, and their seconds."""
+        return self.is_full(place, blocks, recomputed), self.seconds(place, blocks, recomputed)
 
-        The seconds are those of a microbatch, with a share of the tasks that come once in a step.
-        """
+    def seconds(self, place: int, blocks: Counts, recomputed: Counts | None) -> float:
+        """The seconds of a microbatch, with a share of the tasks that come once in a step."""
+        stage = self._stages[place]
+        key = stage, blocks, recomputed
+        if (seconds := self._seconds.get(key)) is None:
+            times = stage.seconds(blocks, is_split=False, recomputed=recomputed)
+            once_s = times.once / stage.settings.microbatches
+            seconds = self._seconds[key] = times.forward + times.backward + once_s
+        return seconds
+
+    def is_full(self, place: int, blocks: Counts, recomputed: Counts | None) -> bool:
+        """Whether layers are too much for a stage's memory."""
         stage, in_flight = self._stages[place], self._plain[place]
         if self._order.chunks > 1:
             in_flight = self._problem.in_flight(self._order, place, sum(blocks))
         key = stage, in_flight, blocks, recomputed
-        if (load := self._known.get(key)) is None:
-            times = stage.seconds(blocks, is_split=False, recomputed=recomputed)
-            once_s = times.once / stage.settings.microbatches
-            full = not self._problem.holds(stage, blocks, in_flight, recomputed)
-            load = self._known[key] = full, times.forward + times.backward + once_s
-        return load
+        if (full := self._full.get(key)) is None:
+            full = self._full[key] = not self._problem.holds(stage, blocks, in_flight, recomputed)
+        return full
+
+    def are_above(
+        self, limit: tuple[bool, float], place: int, blocks: Counts, recomputed: Counts | None
+    ) -> bool:
+        """Whether `of` is above a limit; what does not decide that is not worked out."""
+        full, most_s = limit
+        is_slow = most_s < math.inf and self.seconds(place, blocks, recomputed) > most_s
+        if is_slow == full:
+            return self.is_full(place, blocks, recomputed)
+        return is_slow
 
 
 def _share_equal(
@@ -114,7 +131,8 @@ def _share_unequal(
     """Sizes of ranges of unequal layers, by the least limit within which the stages hold them.
 
     A range takes no less time, and no less memory, than any range inside it. So if each stage in
-    turn takes as many layers as it can within a limit, the stages hold the model if any can.
+    turn takes as many layers as it can within a limit, the stages hold the model if any can. It
+    takes about as many as the stage before it.
     """
     num_layers, last = problem.num_layers, order.num_stages - 1
     loads = _Loads(problem, slots, settings, order)
@@ -123,17 +141,23 @@ def _share_unequal(
         blocks = problem.ranges.counts(start, stop)
         return loads.of(stage, blocks, loads.again(stage, start, stop))
 
+    def is_above(limit: tuple[bool, float], stage: int, start: int, stop: int) -> bool:
+        blocks = problem.ranges.counts(start, stop)
+        return loads.are_above(limit, stage, blocks, loads.again(stage, start, stop))
+
+    behind = itertools.accumulate(reversed(loads.fewest[1:]), initial=0)
+    most_stops = [num_layers - number for number in behind][::-1]
+
     def within(limit: tuple[bool, float]) -> tuple[int, ...] | None:
-        sizes: list[int] = []
-        for stage in range(order.num_stages):
-            start = sum(sizes)
-            most = num_layers - sum(loads.fewest[stage + 1 :])
+        sizes, start, near = list[int](), 0, num_layers // order.num_stages
+        for stage, most in enumerate(most_stops):
             stops = range(most if stage == last else start + loads.fewest[stage], most + 1)
-            load_to = partial(load, stage, start)
-            found = bisect.bisect_left(stops, True, key=lambda stop: load_to(stop) > limit)
+            found = _first(stops, start + near + 1, partial(is_above, limit, stage, start))
             if found == 0:
                 return None
-            sizes.append(stops[found - 1] - start)
+            near = stops[found - 1] - start
+            sizes.append(near)
+            start += near
         return tuple(sizes)
 
     def slowest(sizes: Sequence[int]) -> tuple[bool, float]:
@@ -152,3 +176,25 @@ def _share_unequal(
             best = found
             _, high_s = slowest(found)
     return best
+
+
+def _first(stops: range, near: int, is_above: Callable[[int], bool]) -> int:
+    """The number of stops before the first that is above a limit, as those after it are.
+
+    Those about `near` are asked first.
+    """
+    low, high = 0, len(stops)
+    at, step = min(max(0, near - stops.start), high - 1), 1
+    while low < high:
+        if is_above(stops[at]):
+            high = at
+            if low:
+                break
+            at -= step
+        else:
+            low = at + 1
+            if high < len(stops):
+                break
+            at += step
+        at, step = min(max(at, low), high - 1), 2 * step
+    return bisect.bisect_left(stops, True, low, high, key=is_above)

@@ -91,25 +91,27 @@ class Paths:
             kind_N[i] = kinds.index(kind)
         cost = lambda a, b: 1.0 / topology.effective_link(a, b).bandwidth_bytes_per_s
         cost_NN = np.zeros((len(nodes), len(nodes)))
+        pairs = topology.measured.pairs if topology.measured else {}
         for kinds_of_pair in itertools.product(range(len(kinds)), repeat=2):
-            here, there = (np.flatnonzero(kind_N == kind) for kind in kinds_of_pair)
-            pair = next(((int(a), int(b)) for a in here for b in there if a != b), None)
+            here, there = (np.flatnonzero(kind_N == kind).tolist() for kind in kinds_of_pair)
+            names_of_pairs = ((nodes[a], nodes[b]) for a in here for b in there if a != b)
+            # Those that were measured say nothing of the others.
+            pair = next((pair for pair in names_of_pairs if pair not in pairs), None)
             if pair is not None:
-                cost_NN[np.ix_(here, there)] = cost(*(nodes[i] for i in pair))
+                cost_NN[np.ix_(here, there)] = cost(*pair)
         position = {name: i for i, name in enumerate(nodes)}
-        for a, b in topology.measured.pairs if topology.measured else ():
-            if a in position and b in position:
-                cost_NN[position[a], position[b]] = cost(a, b)
+        inside = [(a, b) for a, b in pairs if a in position and b in position]
+        for a, b in inside:
+            cost_NN[position[a], position[b]] = cost(a, b)
         own_N = np.array([cost(name, name) for name in nodes])
         ends_NN = np.maximum(own_N[:, None], own_N[None, :])
         np.fill_diagonal(cost_NN, own_N)
-        measured = topology.measured is not None and bool(topology.measured.pairs)
         names = {cluster for cluster, _ in kinds}
         return cls(
             topology=topology,
             nodes=tuple(nodes),
             s_per_byte=np.maximum(ends_NN, np.maximum(cost_NN, cost_NN.T)),
-            is_uniform=len(kinds) == 1 and not measured,
+            is_uniform=len(kinds) == 1 and not inside,
             software=_software(topology, names),
             pipes=tuple(pipe for pipe in topology.pipes if any(map(names.issuperset, pipe.ways))),
         )

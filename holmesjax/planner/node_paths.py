@@ -6,7 +6,7 @@ pipe   a capacity of one way between clusters, or of several
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -50,20 +50,26 @@ class NodePaths:
     def links(self, sources: Sequence[str], targets: Sequence[str], processes: float) -> list[Link]:
         """The paths of boundaries from each node of one stage to each of another.
 
-        Equal nodes of a cluster have equal links where none was measured: two are enough.
+        Equal nodes of a cluster have equal links where none was measured: two are enough, beside
+        those of which a link was.
         """
         measured = self._topology.measured
-        if measured is None or not measured.pairs:
-            sources, targets = self._two_of_each(sources), self._two_of_each(targets)
+        ends = {*sources, *targets}
+        pairs = measured.pairs if measured else ()
+        named = {name for pair in pairs if ends.issuperset(pair) for name in pair}
+        sources, targets = self._two_of_each(sources, named), self._two_of_each(targets, named)
         return [self._topology.boundary_link(a, b, processes) for a in sources for b in targets]
 
-    def _two_of_each(self, names: Sequence[str]) -> list[str]:
-        found: dict[int, list[str]] = {}
+    def _two_of_each(self, names: Sequence[str], named: Collection[str]) -> list[str]:
+        """Two of equal nodes, and all that are named; in the given order."""
+        counts = Counter[int]()
+        found = []
         for name in names:
-            alike = found.setdefault(self._node_kinds[name], [])
-            if len(alike) < 2:
-                alike.append(name)
-        return [name for alike in found.values() for name in alike]
+            kind = self._node_kinds[name]
+            if name in named or counts[kind] < 2:
+                found.append(name)
+                counts[kind] += name not in named
+        return found
 
     @cached_property
     def _node_kinds(self) -> dict[str, int]:

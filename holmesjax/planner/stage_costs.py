@@ -36,6 +36,7 @@ from holmesjax.planner.stage_layouts import (
 from holmesjax.topology.machines import Numbers
 
 ALONE = InFlight(all=1, head=1)  # one microbatch
+DEPTHS = 32  # numbers of microbatches in flight whose memory is worked out together
 MIDDLE = Role()  # holds neither end of the model
 AXES = tuple(Axis)  # in the order of `MeshShape.sizes`
 
@@ -116,7 +117,8 @@ class StageCosts:
         self._placed: dict[int, _Placements] = {}  # by pool; pools that are alike share one
         self._times: dict[tuple[object, ...], StageTimes] = {}
         self._many_times: dict[tuple[object, ...], StageTimes] = {}
-        self._bytes: dict[tuple[object, ...], float] = {}
+        # For so many microbatches in flight, and for one more each.
+        self._bytes: dict[tuple[object, ...], list[float]] = {}
         self._many_bytes: dict[tuple[object, ...], np.ndarray] = {}
         # Pools are named by their ids, and so must not go away.
         self._pools: list[Pool] = []  # with `_placed`
@@ -230,6 +232,7 @@ class StageCosts:
             expert=mesh.expert,
             places_experts=self._config.parallel.expert_placement == "load",
             expert_chunks=self._config.parallel.expert_chunks,
+            experts_by_kernel=self._config.kernels.experts == "pallas",
             sequences=train.global_batch // (settings.microbatches * mesh.batch_shards),
             chunks=in_flight.chunks,
             in_flight=in_flight.all,
@@ -402,12 +405,21 @@ class StageCosts:
           in_flight: the most microbatches whose activations the stage holds at a time.
           recomputed: that of `shape`.
         """
-        key = mesh, settings, role, blocks, in_flight, recomputed
+        first, at, most = in_flight, 0, in_flight.all
+        is_plain = isinstance(most, int) and in_flight == InFlight(all=most, head=most)
+        if is_plain:
+            at = int(most - 1) % DEPTHS
+            first = InFlight(all=most - at, head=most - at)
+        key = mesh, settings, role, blocks, first, recomputed
         if key not in self._bytes:
-            shape = self.shape(mesh, settings, role, blocks, in_flight, recomputed)
+            # The next stages hold fewer: arrays take about as long as numbers.
+            numbers: Any = first.all + np.arange(DEPTHS)
+            held = InFlight(all=numbers, head=numbers) if is_plain else in_flight
+            shape = self.shape(mesh, settings, role, blocks, held, recomputed)
             items = memory.stage_memory_bytes(self._config.model, shape)
-            self._bytes[key] = float(sum(items.values()))
-        return self._bytes[key]
+            num_bytes = sum(items.values())
+            self._bytes[key] = np.broadcast_to(num_bytes, DEPTHS if is_plain else 1).tolist()
+        return self._bytes[key][at]
 
 
 def _by_name(groups: Mapping[Axis, Any]) -> dict[str, Any]:

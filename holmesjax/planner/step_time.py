@@ -134,10 +134,10 @@ def step_seconds(
         forward_s, backward_s, weight_s = task_s[:, :, holds]
         reduce_s, gather_s, update_s = stage_s[:, :, holds]
         ways_s = transfer_s[:, :, holds]
-        _, end_s, _ = simulator.run(forward_s, backward_s, ways_s, weight_s, ready_s=gather_s)
+        finish_s = simulator.finish_s(forward_s, backward_s, ways_s, weight_s, gather_s)
         own = [queues[k] for k in np.flatnonzero(holds)]
         if waiting := [k for k, queue in enumerate(own) if queue]:
-            _, end_s[:, waiting], _ = simulator.run(
+            finish_s[:, waiting] = simulator.finish_s(
                 forward_s[:, waiting],
                 backward_s[:, waiting],
                 ways_s[:, :, waiting],
@@ -145,7 +145,6 @@ def step_seconds(
                 ready_s=gather_s[:, waiting],
                 queues=[own[k] for k in waiting],
             )
-        finish_s = simulator.finish_s(end_s)
         found[holds] = (finish_s + reduce_s).max(0) + update_s.max(0) + tables_s[holds]
     return found
 

@@ -3,6 +3,7 @@
 bubble   share of the step during which a stage has nothing to run
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,12 +74,12 @@ class Simulator:
         p = len(schedules)
         num_virtual, lengths = p * num_chunks, np.array([len(tasks) for tasks in schedules])
         self.tasks = [(stage, task) for stage, tasks in enumerate(schedules) for task in tasks]
+        kinds, microbatches, chunks = zip(*itertools.chain(*schedules), strict=True)
         nothing = len(self.tasks)
         number = np.arange(nothing)
         stage = np.repeat(np.arange(p), lengths)
-        kind = np.array(["FBW".index(task.kind) for _, task in self.tasks])
-        microbatch = np.array([task.microbatch for _, task in self.tasks])
-        virtual = np.array([task.chunk for _, task in self.tasks]) * p + stage
+        kind = np.array([*map("FBW".index, kinds)])
+        microbatch, virtual = np.array(microbatches), np.array(chunks) * p + stage
         number_of = np.full((3, num_virtual, microbatch.max() + 1), -1)
         number_of[kind, virtual, microbatch] = number
         step = np.array([1, -1, 0])[kind]  # from virtual stage to virtual stage; a W stays
@@ -99,7 +100,8 @@ class Simulator:
         self._rows = rows
         self._link = link  # source * p + target, of every task; -1: its result stays
         self._last = starts + lengths - 1
-        self._waves = []
+        self._wave = np.empty(nothing, int)  # of each task
+        num_waves = 0
         done = np.zeros(nothing + 1, bool)
         done[nothing] = True
         turn = starts.copy()
@@ -113,9 +115,24 @@ class Simulator:
                 else []
             )
             assert ready.any(), f"deadlock: stage {', stage '.join(waits)}"
-            self._waves.append(rows[:, first[ready]])
+            self._wave[first[ready]] = num_waves
+            num_waves += 1
             done[first[ready]] = True
             turn[ready] += 1
+        # In turn of their waves, tasks of one wave lie beside each other.
+        in_waves = np.argsort(self._wave, kind="stable")
+        edges = np.searchsorted(self._wave[in_waves], np.arange(num_waves + 1))
+        place = np.concatenate([np.empty(nothing, int), np.arange(nothing, nothing + 1 + p)])
+        place[in_waves] = number
+        self._place, (_, before, source, kind, link_before, way) = place, rows[:, in_waves]
+        self._waits = np.stack([place[before], place[source], place[link_before]])
+        behind = np.arange(1 + p)  # nothing, and readiness
+        self._seconds_of = np.concatenate([kind, 3 * num_virtual + behind])
+        self._way_of = np.concatenate([way, np.full_like(behind, -1)])
+        self._waves = [
+            (start, stop, *self._waits[:, start:stop])
+            for start, stop in itertools.pairwise(edges.tolist())
+        ]
 
     def run(
         self,
@@ -135,20 +152,39 @@ class Simulator:
           queues: of each case, or none of any.
         """
         if not any(queues):
-            return self._run(forward_s, backward_s, transfer_s, weight_s, ready_s)
-        at_once = self._run(forward_s, backward_s, 0 * transfer_s, weight_s, ready_s)
+            return self._all_times(*self._run(forward_s, backward_s, transfer_s, weight_s, ready_s))
+        at_once = self._all_times(
+            *self._run(forward_s, backward_s, 0 * transfer_s, weight_s, ready_s)
+        )
         task_s = np.concatenate([forward_s, backward_s, weight_s])
         return self._queue(self._in_turn(*at_once[:2]), task_s, transfer_s, ready_s, queues)
+
+    def finish_s(
+        self,
+        forward_s: np.ndarray,
+        backward_s: np.ndarray,
+        transfer_s: np.ndarray,
+        weight_s: np.ndarray,
+        ready_s: np.ndarray,
+        queues: Sequence[Sequence[Queue]] = (),
+    ) -> np.ndarray:
+        """When every stage ends its last task, [stages, cases].
+
+        Args:
+          forward_s, backward_s, transfer_s, weight_s, ready_s, queues: those of `run`.
+        """
+        tasks = forward_s, backward_s, transfer_s, weight_s, ready_s
+        if any(queues):
+            return self.run(*tasks, queues)[1][self._last]
+        end_s, _ = self._run(*tasks)
+        return end_s[self._place[self._last]]
 
     def _in_turn(self, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
         """Tasks (by number) and transfers (those of task i as count + i) by time, [both, cases].
 
         Among those of one time, the one that another may wait for comes first.
         """
-        wave = np.empty(len(self.tasks), int)
-        for number, rows in enumerate(self._waves):
-            wave[rows[0]] = number
-        rank = np.concatenate([2 * wave, 2 * wave + 1])[:, None]
+        rank = np.concatenate([2 * self._wave, 2 * self._wave + 1])[:, None]
         times_s = np.concatenate([start_s, end_s])
         return np.lexsort((np.broadcast_to(rank, times_s.shape), times_s), axis=0)
 
@@ -212,20 +248,30 @@ class Simulator:
         transfer_s: np.ndarray,
         weight_s: np.ndarray,
         ready_s: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When tasks end and their results are where they go, in turn of their waves.
+
+        Behind the tasks, [tasks, cases], come nothing, and the readiness of each stage.
+        """
+        num_cases = forward_s.shape[1]
+        nothing_s = np.zeros((1, num_cases))
+        task_s = np.concatenate([forward_s, backward_s, weight_s, nothing_s, ready_s])
+        ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), nothing_s])
+        # The seconds that a task and its transfer take, until its wave adds what they wait for.
+        end_s, sent_s = task_s.take(self._seconds_of, 0), ways_s.take(self._way_of, 0)
+        for start, stop, before, source, link_before in self._waves:
+            ends_s, arrives_s = end_s[start:stop], sent_s[start:stop]
+            ends_s += np.maximum(end_s.take(before, 0), sent_s.take(source, 0))
+            arrives_s += np.maximum(ends_s, sent_s.take(link_before, 0))
+        return end_s, sent_s
+
+    def _all_times(
+        self, end_s: np.ndarray, sent_s: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        count, num_cases = len(self.tasks), forward_s.shape[1]
-        task_s = np.concatenate([forward_s, backward_s, weight_s])
-        ways_s = np.concatenate([transfer_s.reshape(-1, num_cases), np.zeros((1, num_cases))])
-        # Every row is written before it is read; behind the tasks come nothing, and readiness.
-        shape = count + 1 + len(ready_s), num_cases
-        start_s, end_s, sent_s = np.empty(shape), np.empty(shape), np.empty(shape)
-        end_s[count] = sent_s[count] = 0.0
-        end_s[count + 1 :] = ready_s
-        for number, before, source, kind, link_before, way in self._waves:
-            start_s[number] = np.maximum(end_s[before], sent_s[source])
-            end_s[number] = ends_s = start_s[number] + task_s[kind]
-            sent_s[number] = np.maximum(ends_s, sent_s[link_before]) + ways_s[way]
-        return start_s[:count], end_s[:count], sent_s[:count]
+        """The times of `run`, from those of `_run`."""
+        place = self._place[: len(self.tasks)]
+        start_s = np.maximum(end_s[self._waits[0]], sent_s[self._waits[1]])
+        return start_s[place], end_s[place], sent_s[place]
 
     def transfers(self, end_s: np.ndarray, sent_s: np.ndarray) -> list[Transfer]:
         """Transfers of one case, from the results of `run`, [tasks] each."""
@@ -238,10 +284,6 @@ class Simulator:
                 task = self.tasks[number][1]
                 found.append(Transfer(*divmod(link, num_stages), task, start_s, free_s[link]))
         return sorted(found, key=lambda transfer: (transfer.start_s, transfer.source))
-
-    def finish_s(self, end_s: np.ndarray) -> np.ndarray:
-        """When every stage ends its last task, [stages, cases], of what `run` gives."""
-        return end_s[self._last]
 
 
 def simulate(

@@ -68,6 +68,34 @@ def each_way(texts: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def changed_ways(topology: Topology, changed: Topology, *, by_device: bool = False) -> list[str]:
+    """Lines about links between clusters that were changed: what boundaries get, and the limit.
+
+    Args:
+      topology: the machines as they are.
+      changed: the machines as they would be, with the same clusters and links.
+      by_device: whether each device has a process, and not each node.
+    """
+    first = {cluster.name: cluster.nodes[0] for cluster in changed.clusters}
+    texts: dict[str, str] = {}
+    for (a, b), link in changed.links.items():
+        if topology.links.get((a, b)) == link:
+            continue
+        ends = first[a].name, first[b].name
+        processes = min(first[a].num_devices, first[b].num_devices) if by_device else 1
+        before, now = (
+            machines.boundary_link(*ends, processes).bandwidth_bytes_per_s
+            for machines in (topology, changed)
+        )
+        limits = changed.boundary_limits(*ends, processes)
+        was = "as before" if now == before else f"{units.show(before, 'b/s')} before"
+        least = sorted(part for part, rate in limits.items() if rate == min(limits.values()))
+        texts[f"{a} -> {b}"] = (
+            f"limited by {' and '.join(least)} to {units.show(now, 'b/s')} a node ({was})"
+        )
+    return [f"            {line}" for line in each_way(texts)]
+
+
 def _measured_line(topology: Topology, measured: Measured) -> str:
     """How much was measured, and which pair fell shortest of what it should be."""
     line = f"  measured  {counted(len(measured.pairs), 'way')} between nodes, {measured.date}"

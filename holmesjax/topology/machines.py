@@ -49,12 +49,16 @@ class DeviceKind:
     """One model of accelerator."""
 
     name: str
-    peak_flop_per_s: dict[str, float] = field(hash=False)  # by dtype name, dense
+    peak_flop_per_s: dict[str, float]  # by dtype name, dense
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     link: Link  # to the other devices of its node
     calibration: Calibration = UNKNOWN  # what it reaches of the above
     price_dollars_per_h: float | None = None
+
+    def __hash__(self) -> int:
+        """The hash of what most kinds differ in: a search looks kinds up very often."""
+        return hash((self.name, self.memory_bytes))
 
     def products_s(self, products: Iterable[Product], dtype: str) -> float:
         """Seconds of matrix products, one after the other.
@@ -241,10 +245,29 @@ class Topology:
         link = self.effective_link(node_a, node_b)
         if self.measured and (node_a, node_b) in self.measured.pairs:
             return link  # measured as boundaries are sent
+        most = self._tcp_limits(node_a, node_b, processes)
+        return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, *most.values()))
+
+    def boundary_limits(self, node_a: str, node_b: str, processes: float = 1.0) -> dict[str, float]:
+        """Bytes per second of each part of the path between two clusters, by its name.
+
+        The least of them is the bandwidth of `boundary_link`.
+        """
+        if self.measured and (way := (node_a, node_b)) in self.measured.pairs:
+            return {"what was measured": self.measured.pairs[way].bandwidth_bytes_per_s}
+        reached = FABRICS[self.nominal_link(node_a, node_b).fabric].reached
+        parts = self._parts(node_a, node_b).items()
+        tcp = self._tcp_limits(node_a, node_b, processes)
+        return {name: reached * rate for name, rate in parts} | tcp
+
+    def _tcp_limits(self, node_a: str, node_b: str, processes: float) -> dict[str, float]:
+        """Bytes per second that processes of a node can send to another over any network."""
         ends = (self.cluster_of(node).name for node in (node_a, node_b))
-        most = processes * min(map(self.transport_bytes_per_s, ends))
-        windowed = processes * windows.most_bytes_per_s(self.round_trip_s(node_a, node_b))
-        return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, most, windowed))
+        window = windows.most_bytes_per_s(self.round_trip_s(node_a, node_b))
+        return {
+            "what a process can send": processes * min(map(self.transport_bytes_per_s, ends)),
+            "the windows of TCP": processes * window,
+        }
 
     @property
     def pipes(self) -> list[Pipe]:
@@ -291,12 +314,23 @@ class Topology:
                 bandwidth_bytes_per_s=min(map(_rate_bytes_per_s, nics)),
                 latency_s=max(nic.latency_s for end in nics for nic in end),
             )
-        link = self.links[way := (cluster_a.name, cluster_b.name)]
-        nics = [[nic for nic in end.nics if nic.fabric == link.fabric] for end in ends]
-        rates = [_rate_bytes_per_s(end) for end in nics if end]
-        rates += [rate for ways, rate in self.uplinks.items() if way in ways]
-        rates += [link.bandwidth_bytes_per_s, link.capacity_bytes_per_s]
+        link = self.links[cluster_a.name, cluster_b.name]
+        rates = self._parts(node_a, node_b).values()
         return replace(link, bandwidth_bytes_per_s=min(rates))
+
+    def _parts(self, node_a: str, node_b: str) -> dict[str, float]:
+        """Bytes per second of each part of the path between nodes of two clusters, by its name."""
+        clusters = [self.cluster_of(node).name for node in (node_a, node_b)]
+        link = self.links[way := (clusters[0], clusters[1])]
+        rates = {
+            "the link": link.bandwidth_bytes_per_s,
+            "the capacity": link.capacity_bytes_per_s,
+        }
+        for node, cluster in zip((node_a, node_b), clusters, strict=True):
+            if nics := [nic for nic in self.node(node).nics if nic.fabric == link.fabric]:
+                rates[f"the NICs of {cluster}"] = _rate_bytes_per_s(nics)
+        shared = [rate for ways, rate in self.uplinks.items() if way in ways]
+        return rates | ({"a shared capacity": min(shared)} if shared else {})
 
 
 def _rate_bytes_per_s(nics: Sequence[Nic]) -> float:

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.interpreters import partial_eval
 
@@ -21,26 +20,7 @@ from holmesjax.layer_specs.model_layers import HEAD, block_name, layers
 from holmesjax.models.layer import apply, param_shapes
 from holmesjax.topology.calibration import flop
 from tests.counted_models import MODELS
-
-
-def dot_flop(jaxpr) -> int:
-    """Two for each multiplication in the matrix products of a jaxpr, at any depth.
-
-    One branch of a choice between platforms counts: all of them multiply the same.
-    """
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            contracted = equation.params["dimension_numbers"][0][0]
-            lhs, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            total += 2 * int(np.prod(out)) * int(np.prod([lhs[i] for i in contracted]))
-        values = jax.tree.leaves(tuple(equation.params.values()))
-        if equation.primitive.name == "cond":
-            values = equation.params["branches"][:1]
-        for value in values:
-            inner = getattr(value, "jaxpr", value)
-            total += dot_flop(inner) if hasattr(inner, "eqns") else 0
-    return total
+from tests.traced_flop import dot_flop
 
 
 def forward_jaxpr(model, layer, *args):

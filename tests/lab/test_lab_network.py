@@ -51,7 +51,7 @@ with socket.create_connection((sys.argv[1], 5000)) as sock:
     print(start_s, time.monotonic())  # one clock for all processes of a machine
 """
 CLASS = re.compile(r"class htb 1:(\w+) .*ceil (\S+) .*\n\s*Sent (\d+) bytes")
-DEADLINE_S = 120.0  # for what must come: a hang guard
+DEADLINE_S = 240.0  # for what must come: a hang guard
 
 
 def wait_until(condition):
@@ -324,6 +324,8 @@ def test_a_delayed_link_takes_its_time_and_changes_nothing(tmp_path):
     path.write_text(UNEQUAL)
     with network(path, 0.01, latency_s) as made, contextlib.ExitStack() as stack:
         line = stack.enter_context(namespaces.delaying(made))
+        # A bridge that asks for groups sends calls of its own to each port, at any moment.
+        namespaces.run_line(f"ip -n {made.switch} link set br-eth type bridge mcast_querier 1")
         a, near, b = made.lab.nodes
         namespaces.round_trip_s(made, a, near)
         assert num_delayed(made) == 0  # inside a cluster there is no latency
@@ -390,13 +392,13 @@ print(repr([socket.gethostname(), names, sorted(os.sched_getaffinity(0)), share]
             made.enter(node, [sys.executable, "-c", ask]),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
             check=True,
         )
     name, addresses, cores, share = eval(done.stdout)
     assert (name, cores) == ("a-0", list(node.share.cores))
     assert addresses == ["198.19.0.1", "198.19.0.2", "198.18.1.1"]  # gloo asks for its own
-    assert share < 1.1 * node.share.quota
+    assert share < 1.25 * node.share.quota
     assert socket.gethostname() != "a-0"
     assert "198.19" not in Path("/etc/hosts").read_text()
 

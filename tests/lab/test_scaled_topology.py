@@ -1,7 +1,8 @@
-"""The lab as decisions and as shell lines; nothing is run."""
+"""The lab as decisions and as shell lines; no lab is built."""
 
 import dataclasses
 import re
+import signal
 import subprocess
 
 import pytest
@@ -10,7 +11,7 @@ from holmesjax import config as configs
 from holmesjax.costs import work
 from holmesjax.costs.products import blocks_forward_flop, head_forward_flop
 from holmesjax.errors import ConfigError, HolmesError, Mistakes, TopologyError
-from holmesjax.lab import scaled_topology
+from holmesjax.lab import scaled_topology, shell
 from holmesjax.lab.injected_faults import parse, parse_all
 from holmesjax.lab.scaled_topology import Share
 from holmesjax.lab.shell import Commands, _between, port_name, tear_down
@@ -103,6 +104,21 @@ def test_every_way_is_delayed_once_by_its_own_latency_and_after_its_pipes(tmp_pa
             assert [delays[place] for place in passed[len(pipes) :]] == (
                 [expected_s[way]] if way in expected_s else []
             ), way
+
+
+def test_what_ends_by_itself_or_never_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    """A plain folder stands for a control group, whose files keep it from being removed."""
+    monkeypatch.setitem(shell.CGROUPS, "v2", str(tmp_path))
+    (tmp_path / "holmes-test/a").mkdir(parents=True)
+    left = subprocess.Popen(["sleep", "600"])
+    (tmp_path / "holmes-test/a/cgroup.procs").write_text(f"4194305\n{left.pid}\n")
+    kill, _, remove, _ = tear_down("test", "v2")
+    ended = [
+        subprocess.run(["sh", "-c", line], timeout=60, check=False).returncode
+        for line in (kill, remove.replace(f"timeout {shell.TAKEN_AWAY_S} ", "timeout 0.2 "))
+    ]
+    assert ended == [0, 124]
+    assert left.wait(60) == -signal.SIGKILL
 
 
 SHARED = THREE.replace("bandwidth: 20 Gb/s", "bandwidth: 20 Gb/s, capacity: 30 Gb/s")

@@ -33,8 +33,8 @@ PLANS = (
     Bug(
         name="fastest-transport",
         module="holmesjax.topology.machines",
-        old="most = processes * min(map(self.transport_bytes_per_s, ends))",
-        new="most = processes * max(map(self.transport_bytes_per_s, ends))",
+        old="processes * min(map(self.transport_bytes_per_s, ends))",
+        new="processes * max(map(self.transport_bytes_per_s, ends))",
         wrong="the faster of two ends decides how fast boundaries go over TCP",
         tests=("tests/planner/test_planner.py::test_a_boundary_is_no_faster_than_its_slower_end",),
     ),

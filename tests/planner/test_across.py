@@ -1,6 +1,7 @@
 """The choice between a pipeline over clusters and islands: against brute force, and its bounds."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 
 from holmesjax import job, job_description
 from holmesjax.config import OuterConfig, PlanConfig
-from holmesjax.errors import HolmesError, PlanError
+from holmesjax.errors import ConfigError, HolmesError, Mistakes, PlanError
 from holmesjax.plan.device_pool import USABLE_MEMORY
-from holmesjax.plan.ways import more_tokens
+from holmesjax.plan.ways import ChosenWay, more_tokens
 from holmesjax.planner import across, islands_explained
 from holmesjax.planner.groupings import groupings
 from holmesjax.planner.islands import plan_islands
@@ -88,10 +89,13 @@ def test_many_clusters_are_joined_by_the_rates_of_their_links():
     assert texts == ["a b c d e f g", "ab c d e fg", "abc d e fg"]
 
 
-def test_the_choice_is_the_best_of_all_that_a_run_could_ask_for():
+@pytest.mark.parametrize(
+    "shares, speeds", [(None, (0.01, 0.007, 0.009)), ("speed", (0.01, 0.005, 0.005))]
+)
+def test_the_choice_is_the_best_of_all_that_a_run_could_ask_for(shares, speeds):
     """Three unlike clusters on slow links: each grouping, with all settings of meetings."""
-    speeds = {"a": 0.01, "b": 0.007, "c": 0.009}
-    unlike = [make_cluster(name, "roce", (2,), speed=speed) for name, speed in speeds.items()]
+    named = zip("abc", speeds, strict=True)
+    unlike = [make_cluster(name, "roce", (2,), speed=speed) for name, speed in named]
     topology = make_topology(*unlike, ethernet_bytes_per_s=3e7)
     known, timed = {}, {}
 
@@ -105,13 +109,13 @@ def test_the_choice_is_the_best_of_all_that_a_run_could_ask_for():
         islands = tuple(sorted(grouping))
         if every % parts == 0 and delay <= every // parts:
             settings = {"islands": islands, "every": every, "fragments": parts, "delay": delay}
-            plan = plan_islands(
-                run_config(across="local_updates", **settings), topology, make_once, USABLE_MEMORY
-            )
+            config = run_config(across="local_updates", shares=shares, **settings)
+            plan = plan_islands(config, topology, make_once, USABLE_MEMORY)
             price = 1.0 + 0.1 * (len(islands) - 1) * every / 100
             timed[tuple(settings.values())] = plan.step_time_s * price
-    best = choose(run_config(), topology)
+    best = choose(run_config(shares=shares), topology)
     assert best.plan.islands
+    assert (len(set(best.plan.batch_shares)) > 1) == (shares == "speed")
     assert min(timed.values()) <= best.ways[0].priced_s <= min(timed.values()) * across.SAME
     own = best.config.parallel
     key = tuple(sorted(own.islands)), own.every, own.fragments, own.delay
@@ -204,20 +208,24 @@ def test_a_delay_that_leaves_too_little_room_is_compared_by_its_plan(monkeypatch
     islands = make_plan(dataclasses.replace(config, parallel=settings[0]), topology).islands
     paths = across.MeetingPaths(config, topology, islands)
 
-    def planned(own, machines, make, usable_memory):
+    def planned(own, machines, make, usable_memory, *, is_refused):
         slower = 3.0 if own.parallel.delay else 1.0
+        if own.parallel.delay and is_refused:  # by the checks of settings of unlike shares
+            raise Mistakes([ConfigError("train", "cannot be", found="", fix="")])
         cost = across.meeting_cost(own, paths, plan.step_time_s)
         step_s = plan.step_time_s * slower + cost.exposed_s / cost.every
         return dataclasses.replace(plan, step_time_s=step_s, meeting=cost, islands=islands)
 
-    monkeypatch.setattr(across, "plan_islands", planned)
     costs = [
-        across.meeting_cost(dataclasses.replace(config, parallel=own), paths, plan.step_time_s)
-        for own in settings
+        across.meeting_cost(dataclasses.replace(config, parallel=parallel), paths, plan.step_time_s)
+        for parallel in settings
     ]
     assert costs[0].exposed_s > costs[1].exposed_s * 2  # else the delay has nothing to hide
-    found, _ = across._with_meetings(config, topology, None, USABLE_MEMORY, settings)
-    assert found.parallel.delay == 0
+    for is_refused in (False, True):
+        made = functools.partial(planned, is_refused=is_refused)
+        monkeypatch.setattr(across, "plan_islands", made)
+        found, _ = across._with_meetings(config, topology, None, USABLE_MEMORY, settings)
+        assert found.parallel.delay == 0
 
 
 def test_no_plan_is_faster_than_the_bound_of_its_grouping():
@@ -234,6 +242,32 @@ def test_no_plan_is_faster_than_the_bound_of_its_grouping():
     nodes = tuple(dataclasses.replace(node, device=faster) for node in cluster.nodes)
     fp8 = make_topology(dataclasses.replace(cluster, nodes=nodes))
     assert bound(short, fp8) == pytest.approx(bound(short, topology) / 2)
+
+
+def test_islands_that_the_checks_of_settings_refuse_have_no_bound():
+    """Six sequences are no microbatches of both replicas: planning the islands says so."""
+    config = run_config()
+    train = dataclasses.replace(config.train, global_batch=12)
+    grouping = (("a", "b"), ("c",))
+    config = dataclasses.replace(config, train=train)
+    assert across._least_alone_s(config, make_topology(*clusters(3)), grouping, make_plan) == 0.0
+
+
+def test_what_the_checks_of_settings_refuse_is_a_way_that_is_not_possible():
+    """Equal shares of 12 sequences are no microbatches of two replicas, and dollars no islands."""
+    topology = make_topology(*clusters(1, speed=0.02), *clusters(2)[1:])
+    config = run_config(across="local_updates", shares="speed", every=10)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=12))
+    plan = make_plan(config, topology)
+    assert plan.batch_shares == (2, 1)
+    alike = islands_explained._equal_islands(plan, config, topology, str, USABLE_MEMORY)
+    assert [way.why for way in alike] == [
+        "not possible: must be a multiple of parallel.data * parallel.microbatches = 2 * 2 = 4"
+    ]
+    dollars = run_config(plan=PlanConfig(budget_dollars=1.0))
+    choice = ChosenWay(asked=dollars, config=dollars, plan=plan.islands[0])
+    _, [note] = islands_explained._compared(choice, topology, str, USABLE_MEMORY)
+    assert note.startswith("islands are not possible: plan.allow: cannot have local_updates")
 
 
 def test_late_rules_are_compared_with_late_meetings():
@@ -273,6 +307,12 @@ def test_mixtures_that_islands_cannot_be_are_refused_and_explained(capsys):
     assert "islands a | b: not possible: island 0: cannot share" in text
     odd = dataclasses.replace(tied, train=dataclasses.replace(tied.train, global_batch=20))
     assert "must be a multiple of" in choose(odd, topology).ways[-1].why
+    three = choose(dataclasses.replace(run_config(), train=odd.train), make_topology(*clusters(3)))
+    mixed = [way.why for way in three.ways if way.what.startswith("islands a+c | b")]
+    assert mixed == [
+        "not possible: train.global_batch: must be a multiple of "
+        "parallel.data * parallel.microbatches = 2 * 2 = 4"
+    ]
     lacking = dataclasses.replace(tied.train, param_dtype="bfloat16")
     choice = choose(dataclasses.replace(tied, train=lacking), topology)
     assert "must be float32" in choice.ways[-1].why

@@ -1,22 +1,27 @@
 """No step is shorter than a bound says: random stages, against a clock that ticks."""
 
+import bisect
 import dataclasses
+import itertools
 import types
 
 import numpy as np
 import pytest
 
-from holmesjax.planner import shortlist
+from holmesjax.config import ExpertsConfig
+from holmesjax.costs import memory
+from holmesjax.planner import layer_split, shortlist
 from holmesjax.planner.candidates import Around, ScheduleKind
 from holmesjax.planner.layer_ranges import split_chunks
 from holmesjax.planner.offers import make_offers
 from holmesjax.planner.problem import roles
 from holmesjax.planner.selection import make_problem
 from holmesjax.planner.stage_costs import ALONE
-from holmesjax.planner.stage_layouts import Role
+from holmesjax.planner.stage_layouts import InFlight, Role
 from holmesjax.schedules.pipeline_schedules import SCHEDULES, leanest, schedule
 from holmesjax.schedules.simulation import Simulator
 from tests.clock import finish_times
+from tests.clusters import make_config
 from tests.random_cases import random_case
 
 ORDERS = [
@@ -49,6 +54,22 @@ def test_no_stage_takes_less_memory_than_a_bound_says():
                     assert load >= number * (1 - 1e-6), (mesh, settings, role, number)
 
 
+def test_memory_of_many_in_flight_is_to_the_digit_that_of_each():
+    topology, config, _ = random_case(6)
+    of_experts = {"experts": ExpertsConfig(count=4, active=2), "pattern": ("block", "expert_block")}
+    unlike = make_config(model={**of_experts, "num_layers": 4}, parallel={"fsdp": 2})
+    for problem in (make_problem(config, topology), make_problem(unlike, topology)):
+        costs, layers = problem.stage_costs, problem.ranges.counts(0, 3)
+        settings = list(shortlist.step_settings(problem.config))[-1]
+        for mesh, role in itertools.product(problem.meshes(0, settings), (*roles(1), *roles(3))):
+            for number in (33, 1, 2, 31, 32, 64):
+                held = InFlight(all=number, head=number)
+                shape = costs.shape(mesh, settings, role, layers, held)
+                items = memory.stage_memory_bytes(problem.config.model, shape)
+                found = costs.memory_bytes(mesh, settings, role, layers, held)
+                assert found == float(sum(items.values())), (mesh, role, number)
+
+
 def test_the_clock_says_of_many_assignments_when_each_ends():
     rng, count = np.random.default_rng(0), 7
     for name, p, m, v, in_flight in ORDERS:
@@ -57,7 +78,7 @@ def test_the_clock_says_of_many_assignments_when_each_ends():
         transfer = rng.uniform(0.0, 1.0, (p - (v == 1), 2, count))
         simulator = Simulator(tasks, v)
         ready = rng.uniform(0.0, 3.0, (p, count))
-        found = simulator.finish_s(simulator.run(forward, backward, transfer, weight, ready)[1])
+        found = simulator.finish_s(forward, backward, transfer, weight, ready)
         for k in range(count):
             own = (x[..., k] for x in (forward, backward, weight, transfer, ready))
             assert found[:, k] == pytest.approx(finish_times(tasks, *own), rel=1e-12), name
@@ -154,3 +175,17 @@ def test_chunks_with_split_backwards_have_a_bound(slow, monkeypatch):
     shares, _, _ = least_shares("both", 2, 4, 2, (), slow)
     assert max(shares) <= 1 + 1e-9
     assert np.median(shares) > 0.3  # it says something
+
+
+def test_a_limit_is_found_wherever_it_is_looked_for_first():
+    for size, above, near in itertools.product(range(10), range(11), range(-2, 15)):
+        stops, asked = range(3, 3 + size), list[int]()
+
+        def is_above(stop, first=3 + above, asked=asked):
+            asked.append(stop)
+            return stop >= first
+
+        found = layer_split._first(stops, near, is_above)
+        assert found == bisect.bisect_left(stops, 3 + above)
+        assert set(asked) <= set(stops)
+        assert len(asked) <= 2 or near != 3 + above

@@ -55,6 +55,14 @@ def test_experts_that_lie_by_their_loads_make_a_step_shorter():
     step_s = make_plan(in_two, topology).step_time_s
     assert others["parallel.expert_chunks=2"] == pytest.approx(step_s)
     assert step_s > steps_s[0]  # a collective takes longer to start than there is to hide
+    train = replace(config.train, deterministic=True)
+    kernels = replace(config.kernels, deterministic_attention=True)
+    against = explain(replace(config, train=train, kernels=kernels), topology).against
+    [refused] = [x for x in against if x.what == "parallel.expert_placement=load"]
+    assert (refused.step_s, refused.why[:42]) == (
+        None,
+        "must be number for train.deterministic: el",
+    )
 
 
 def test_as_many_gradients_of_shared_experts_wait_as_backwards_are_cut_in_two():

@@ -19,7 +19,7 @@ from holmesjax.planner.explanation_description import describe
 from holmesjax.planner.planner import find, make_plan
 from holmesjax.planner.stage_costs import StageCosts
 from holmesjax.planner.stage_kernels import stage_attention, stage_update
-from holmesjax.topology import loading, upgrades
+from holmesjax.topology import description, loading, upgrades
 from kernels import adamw_choice
 from kernels.adamw_choice import MeasuredStep
 from launch.__main__ import main
@@ -443,6 +443,8 @@ def test_the_verb_explains_and_plans_again(plan):
     first, changed = [line for line in out.splitlines() if line.startswith("plan ")]
     assert first.split()[1] != changed.split()[1]
     assert "longer than the" in out
+    limit = "limited by the link to 94 Mb/s a node (23.5 Gb/s before) each way"
+    assert out.splitlines()[-1].strip().endswith(limit)
 
 
 def test_the_verb_tells_programs_the_same(plan):
@@ -455,6 +457,28 @@ def test_the_verb_tells_programs_the_same(plan):
     assert values["what_if"]["topology_hash"] != values["plan"]["topology_hash"]
     status, out, _ = plan("--json", "--topology", "configs/topologies/two_sites.yaml")
     assert (status, json.loads(out)["topology"]) == (0, "two_sites")
+
+
+@pytest.mark.parametrize(
+    "change, limit",
+    [
+        (
+            "bandwidth=100 Gb/s",
+            "the NICs of ib and the NICs of roce to 23.5 Gb/s a node (as before)",
+        ),
+        ("capacity=1 Gb/s", "the capacity to 940 Mb/s a node (23.5 Gb/s before)"),
+        ("latency=50 ms", "the windows of TCP to 7.16 Gb/s a node (23.5 Gb/s before)"),
+    ],
+)
+def test_a_changed_link_says_what_limits_it(change, limit):
+    path = ROOT / "configs/topologies/ib_roce.yaml"
+    changed = loading.load(path, [f"links.ib<->roce.{change}"])
+    [line] = description.changed_ways(loading.load(path), changed)
+    assert line.strip() == f"roce <-> ib limited by {limit} each way"
+    assert description.changed_ways(changed, changed) == []
+    ends = "ib-0", "roce-0"
+    least = min(changed.boundary_limits(*ends).values())
+    assert least == changed.boundary_link(*ends).bandwidth_bytes_per_s
 
 
 BAD_CHANGES = {

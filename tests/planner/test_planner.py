@@ -427,6 +427,7 @@ def test_a_batch_that_all_devices_cannot_share_leaves_some_idle():
     [stage] = (plan := make_plan(config, topology)).stages
     assert stage.mesh[Axis.DATA] == 5
     assert plan.idle == {"a-0": 1}
+    assert plan.idle_because["a"].startswith("the best plan found with more of it takes")
 
 
 def test_nodes_of_unlike_devices_in_a_cluster_may_be_stages_of_their_own():
@@ -465,6 +466,14 @@ def test_a_mesh_that_no_cluster_has_crosses_clusters_and_the_plan_says_so():
     ):
         assert words in plan.exception
     assert f"  exception {plan.exception}" in describe(plan)
+
+
+def test_a_cluster_that_a_stage_over_others_leaves_out_is_wholly_idle():
+    topology = make_topology(*(make_cluster(name, "infiniband", (1,)) for name in "abc"))
+    plan = make_plan(make_config(tensor=1, stages=1, data=2), topology)
+    [idle] = plan.idle_because
+    assert plan.idle == {f"{idle}-0": 1}
+    assert plan.idle_because[idle].startswith("no plan with it was found")
 
 
 def test_memory_that_no_cluster_has_makes_a_stage_cross_clusters():
