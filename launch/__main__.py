@@ -36,7 +36,14 @@ def _data_reader(args: argparse.Namespace, *, in_lab: bool) -> Literal["process"
     return "node" if is_here or args.verb == "plan" else None
 
 
-def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -> Any:
+def _will_own(args: argparse.Namespace) -> bool:
+    """Whether this process takes the run folder; a scheduler's job does so when it starts."""
+    return args.verb == "train" and not (args.launcher and LAUNCHERS[args.launcher].needs_job)
+
+
+def _load(
+    load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool, only_shows: bool
+) -> Any:
     """Loads the job of a verb. Data that is not on this machine does not hinder a plan."""
     reads_data = _data_reader(args, in_lab=in_lab)
     with ProgressMessage("planning") as say:
@@ -49,6 +56,7 @@ def _load(load: Callable[..., Any], args: argparse.Namespace, *, in_lab: bool) -
             say=say,
             env=os.environ,
             what_if=getattr(args, "what_if", ()),
+            will_own=_will_own(args) and not only_shows,
         )
         try:
             return load_here(reads_data=reads_data)
@@ -66,17 +74,25 @@ def _bring_runs(*found: argparse.Namespace | None) -> None:
     Raises ConfigError for a URL where only a file or folder of this machine can be written.
     """
     say = functools.partial(print, flush=True, file=sys.stderr)
-    for args in found:
+    for args in filter(None, found):
         for name in ("to", "out", "output"):
             target = str(getattr(args, name, None))
-            if places.is_url(target) and args and args.verb != "gather":
+            if places.is_url(target) and args.verb != "gather":
                 fix = "name a place here; `launch gather RUN --to URL` writes a run into a store"
                 raise ConfigError(f"--{name}", "is a URL, and no place here", found=target, fix=fix)
         for name in ("target", "run_dir"):
             place = getattr(args, name, None)
-            if place and places.is_url(place) and args and args.verb not in ("worker", "store"):
-                bring = importlib.import_module("holmesjax.checkpoints.mirror").bring
-                setattr(args, name, str(bring(place, say)))
+            if place and places.is_url(place) and args.verb not in ("worker", "store"):
+                setattr(args, name, _brought(place, say))
+        if several := getattr(args, "run_dirs", None):
+            args.run_dirs = [_brought(place, say) for place in several]
+
+
+def _brought(place: str, say: Callable[[str], object]) -> str:
+    """Returns the folder here of a run that may be at a URL."""
+    if not places.is_url(place):
+        return place
+    return str(importlib.import_module("holmesjax.checkpoints.mirror").bring(place, say))
 
 
 def _collect_garbage() -> None:
@@ -172,7 +188,8 @@ def _run(args: argparse.Namespace) -> int:
         if planned and hasattr(planned, "target"):  # a verb of a run
             load = importlib.import_module("holmesjax.job").load
             _collect_garbage()
-            planned.job = _load(load, planned, in_lab=planned is not args)
+            only_shows = getattr(args, "dry_run", False)
+            planned.job = _load(load, planned, in_lab=planned is not args, only_shows=only_shows)
         verb = importlib.import_module(f"launch.verbs.{args.verb}")
         _collect_garbage()
         return verb.run(args)

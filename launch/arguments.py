@@ -227,7 +227,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add(
         "--options",
         metavar="YAML",
-        help="slurm, kubernetes, skypilot: partition, image and the like",
+        help="slurm, kubernetes, skypilot, ray: partition, image and the like",
     )
     add("--submit", action="store_true", help="slurm: submit the file that is written")
 
@@ -293,6 +293,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--launcher", choices=agents, help=started)
     add("--listen", metavar="HOST:PORT", help="address of this machine for the processes")
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    add("--options", metavar="YAML", help="ray: what the nodes have")
     several = "cut the model over N devices of this host"
     add("--devices", type=int, metavar="N", help=several)
 
@@ -455,6 +456,7 @@ def _add_agents(parser: argparse.ArgumentParser) -> None:
     add("--launcher", choices=agents, help="how nodes are reached (local)")
     add("--listen", metavar="HOST:PORT", help="address of this machine for the nodes")
     add("--hosts", metavar="YAML", help="ssh: how each node is reached")
+    add("--options", metavar="YAML", help="ray: what the nodes have")
 
 
 class Verb(NamedTuple):

@@ -70,7 +70,7 @@ from launch.failure_messages import (
     mistake_in_flags,
     statuses_of,
 )
-from launch.holdups import hold_up
+from launch.holdups import hold_up, missed_by
 from launch.job_saves import JobSaves
 from launch.launchers.launcher import Launcher, leaving
 from launch.loop_watch import LoopWatch
@@ -115,6 +115,7 @@ class Attempt:
       watch: looks on.
       unlike: facts in which processes may differ.
       advice: how the job is started again, after a comma.
+      has_worked: whether an attempt before it has made steps, and no setting has changed since.
     """
 
     def __init__(
@@ -132,8 +133,9 @@ class Attempt:
         watch: Watch | None,
         unlike: Sequence[str],
         advice: str,
+        has_worked: bool,
     ):
-        self.start, self._restart = start, restart
+        self.start, self._restart, self._has_worked = start, restart, has_worked
         self._job, self._launcher, self._processes = start.job, launcher, processes
         self._config = self._job.config.distributed
         self._lease, self._stops, self._unsave = lease, stops, unsave
@@ -154,7 +156,7 @@ class Attempt:
         self._mirror = mirror.of(self._job.run_dir, say)
         self._retention(say).after_start()
         self._logs = ProcessLogs(self._job.run_dir, processes, lease.move)
-        self._progress = Progress(self._config)
+        self._progress = Progress(self._config, self._job.config.train)
         self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
         with ExitStack() as stack:
             self._hub = self._open_hub()
@@ -229,6 +231,7 @@ class Attempt:
             peak_step_s=self._job.measured_peak_step_s,
             on_step=self._watch_step,
             owner=self._lease,
+            shares=self._job.plan.batch_shares,
         )
 
     def stop(self) -> None:
@@ -495,6 +498,9 @@ class Attempt:
                 fix=f"resume from the last checkpoint with the same command, {self._advice}",
             )
         process = self._processes[cause.process]
+        if late := missed_by(cause.record, process, self._processes, controller):
+            problem = f"was waited for in vain by {process.name}"
+            return self._held_up(late, f"{problem}: {getattr(cause.record, 'problem', '')}")
         self.blamed = None if is_asked else process.node
         found = statuses_of(self._processes, controller, but=process)
         output = self._logs.told(process.number)
@@ -509,7 +515,7 @@ class Attempt:
         hangs = self._logs.hangs()
         own = hangs.pop(process.number, "")
         others = [f"{self._processes[number].name} {hang}" for number, hang in hangs.items()]
-        return error_of(
+        error = error_of(
             cause.record,
             process.full_name,
             last=" and ".join(filter(None, (controller.status(process.number), own))),
@@ -517,6 +523,19 @@ class Attempt:
             fix=fix,
             fix_alone=f"correct what it says{output}",
         )
+        return self._passing(error)
+
+    def _passing(self, error: HolmesError) -> HolmesError:
+        """Returns what a process says of its start, as a fault that may pass if such starts worked.
+
+        A node may have lost a device since, say, or not have mounted a file system yet.
+        """
+        is_mistake = error.exit_status == HolmesError.exit_status
+        is_new = self._has_worked and not self.has_trained
+        if not is_mistake or not is_new or isinstance(error, DamagedError):
+            return error
+        fix = f"if it is so again: {error.fix}"
+        return PeerError(error.where, error.problem, found=error.found, fix=fix)
 
     def _launchers_fault(self, cause: ProcessEvent) -> str:
         """Returns what the launcher itself has missed, in words; "" where a process is the cause.
@@ -567,13 +586,17 @@ class Attempt:
 
     def _hang(self, problem: str, question: int) -> HolmesError:
         """Returns the error of a job without progress: who holds it up, and the status of all."""
-        blamed = hold_up(self._processes, self._controller, question)
-        nodes = list(dict.fromkeys(process.node for process in blamed))
+        late = hold_up(self._processes, self._controller, question)
+        stacks = self._logs.told(late[0].number, "the stacks of all processes are in their logs,")
+        return self._held_up(late, problem, stacks)
+
+    def _held_up(self, late: Sequence[Process], problem: str, told: str = "") -> HolmesError:
+        """Returns the error of a job that some processes hold up, with the status of all."""
+        nodes = list(dict.fromkeys(process.node for process in late))
         self.blamed = None if self._stops else ", ".join(nodes[:NAMES])
         return PeerError(
-            list_names([process.full_name for process in blamed]),
+            list_names([process.full_name for process in late]),
             problem,
             found=statuses_of(self._processes, self._controller),
-            fix="start it again from the last checkpoint with the same command"
-            + self._logs.told(blamed[0].number, "the stacks of all processes are in their logs,"),
+            fix=f"start it again from the last checkpoint with the same command{told}",
         )

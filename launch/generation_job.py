@@ -7,6 +7,7 @@ what comes of these. It needs no JAX, and writes nothing but the key of the proc
 import contextlib
 import os
 import queue
+import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -80,7 +81,7 @@ class GenerationJob:
         self._gone: set[int] = set()
         connections.raise_open_files(len(self._processes) * (1 + self._launcher.files_each))
         pool = pool_of(job, self._launcher, self._processes, os.environ)
-        key_file = job.run_dir / f"generate_{os.getpid()}.key"
+        key_file = job.run_dir / f"generate_{secrets.token_hex(4)}.key"
         progress = Progress(self._config)
         try:
             with Controller(

@@ -1,10 +1,19 @@
 """Finds who holds up a job that makes no progress: the one that nothing waits for."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holmesjax.distributed.controller import Controller
+from holmesjax.distributed.messages import Failed
 from holmesjax.plan.processes import Process
+
+TIMED_OUT = re.compile(r"timed? ?out|DEADLINE_EXCEEDED", re.IGNORECASE)
+# In what JAX says of others; a file system's time runs out, too.
+OF_OTHERS = re.compile(
+    r"Gloo|NCCL|RCCL|collective|coordination|barrier|rendezvous|RuntimeError: DEADLINE_EXCEEDED",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,34 @@ def hold_up(processes: Sequence[Process], controller: Controller, question: int)
         for process in processes
     }
     return [processes[number] for number in behind(states)]
+
+
+def missed_by(
+    record: object, reporter: Process, processes: Sequence[Process], controller: Controller
+) -> list[Process]:
+    """Returns the processes of a stage for which one of it has waited in vain, in a collective.
+
+    Args:
+      record: what ended the reporter.
+      reporter: the process that may have waited.
+      processes: all of the job.
+      controller: of the processes.
+    """
+    if not isinstance(record, Failed) or record.fix is not None or record.is_own:
+        return []
+    if not (TIMED_OUT.search(record.problem) and OF_OTHERS.search(record.problem)):
+        return []
+    states = {
+        process.number: Standstill(
+            position=controller.position(process.number),
+            status=controller.status(process.number),
+            waits_in=controller.waits_in(process.number),
+        )
+        for process in processes
+        if process.stage == reporter.stage
+    }
+    late = behind(states)
+    return [] if reporter.number in late else [processes[number] for number in late]
 
 
 def behind(states: Mapping[int, Standstill]) -> list[int]:

@@ -80,6 +80,8 @@ class ProcessLogs:
                 is_full = file.tell() > LIMIT_BYTES
         except OSError:  # a full disk: a log ends no job
             self._num_dropped[number] = self._num_dropped.get(number, 0) + 1
+            with contextlib.suppress(OSError):  # somebody has removed it: the next line finds it
+                self.folder.mkdir(exist_ok=True)
             return
         self._num_dropped.pop(number, None)
         if is_full:

@@ -28,7 +28,7 @@ from launch.process_logs import LOGS
 
 RECORD = "restarts.json"
 DEFAULT = 3  # restarts without a new step
-KEPT = 100  # entries
+KEPT = 100  # entries, or as many as the limit needs
 ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, which no other process has
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
@@ -85,11 +85,12 @@ class Restarts:
     def pause_s(self, step: int) -> float:
         """Returns the pause before the next start: longer each time, and none after a new step."""
         num_failed = len(self.failed(step))
-        return min(FIRST_PAUSE_S * 2 ** (num_failed - 1), LONGEST_PAUSE_S) if num_failed else 0.0
+        doubled = min(num_failed - 1, 30)  # a float has no place for so many
+        return min(FIRST_PAUSE_S * 2**doubled, LONGEST_PAUSE_S) if num_failed else 0.0
 
     def begin(self, step: int) -> None:
         """Notes a start after `step` steps."""
-        self._starts = [*self._starts, StartEntry(step=step)][-KEPT:]
+        self._starts = [*self._starts, StartEntry(step=step)][-max(KEPT, self.limit + 2) :]
         self._write()
 
     def end(

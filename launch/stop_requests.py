@@ -1,14 +1,16 @@
 """The signals that ask a job to stop."""
 
+import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Self
 
 from holmesjax.errors import REQUEUE
 from holmesjax.liveness import hung_main_thread
+from launch.launchers.launcher import leaving
 
 
 class StopRequests:
@@ -24,18 +26,32 @@ class StopRequests:
         self._numbers: list[int] = []
         self._num_here = 0  # of these, to the supervisor
         self._deadline_s = math.inf
-        self._old_handlers: dict[int, signal._HANDLER] = {}
+        self._is_at_once = False
+        self._give_back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
-        for number in hung_main_thread.stop_signals():
-            self._old_handlers[number] = signal.signal(number, self._hear)
+        numbers = hung_main_thread.stop_signals()
+        self._give_back = hung_main_thread.hear_signals(numbers, self._limit)
+        for number in numbers:
+            signal.signal(number, self._hear)
         return self
 
     def __exit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        self._give_back()
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While nothing runs that could be saved, a signal raises SystemExit where it is heard.
+
+        The process ends within `timeout_s` even if a file system or a store holds it.
+        """
+        self._is_at_once = True
+        try:
+            yield
+        finally:
+            self._is_at_once = False
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
@@ -43,7 +59,14 @@ class StopRequests:
     def _hear(self, number: int, _: FrameType | None) -> None:
         self._num_here += 1
         self.add(number)
+        if self._is_at_once:
+            raise SystemExit(leaving(number))
         self._heard()
+
+    def _limit(self, number: int) -> None:
+        """Hears a signal that the main thread may not come to hear."""
+        if self._is_at_once:
+            hung_main_thread.end_within(self._timeout_s, leaving(number))
 
     def add(self, number: int) -> None:
         """Notes a signal, of whichever process."""

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from holmesjax import job_description, job_files
 from holmesjax.checkpoints import committed, manifest, mirror, resume, second_reading
@@ -78,6 +79,7 @@ class Supervisor:
         self._pool = pool_of(job, launcher, self._processes, os.environ)
         self._stops = StopRequests(self._config.stop_timeout_s, self._stop)
         self._attempt: Attempt | None = None  # the last one, if it has begun to run
+        self._has_worked = False  # whether an attempt of this launcher has made steps
 
     def run(self) -> int:
         """Trains to the end, or until it is asked to stop.
@@ -112,7 +114,7 @@ class Supervisor:
             if restarts.failed(step):
                 self._pause(restarts, step)
             elif restart:
-                print(f"starting again, after step {step}", flush=True)
+                print(f"starting again; {_newest(step)}", flush=True)
             if self._stops:
                 print(*job.unfinished(step), sep="\n", flush=True)
                 return self._stops.exit_status
@@ -135,15 +137,7 @@ class Supervisor:
         """
         steps = error.steps if isinstance(error, GoneError) else [self._read_checkpoint().step]
         folders = [manifest.folder_of(self._job.run_dir, step) for step in steps]
-        resume.find(
-            self._job,
-            self._allow,
-            say,
-            dict.fromkeys(folders, error),
-            owner=owner,
-            pause=self._wait_to_see,
-            fetches=True,
-        )
+        self._find(owner, dict.fromkeys(folders, error))
         if not self._can_start:
             fix = "start it again with the same command: it goes on from the older checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -162,7 +156,8 @@ class Supervisor:
         Raises FatalError if it did so too often, and PeerError where somebody else starts the
         processes.
         """
-        resume.roll_back(self._job, error, say, owner, self._wait_to_see)
+        with self._stops.at_once():
+            resume.roll_back(self._job, error, say, owner, self._wait_to_see)
         if not self._can_start:
             fix = "start it again with the same command: it goes back to its last checkpoint"
             raise PeerError(error.where, error.problem, found=error.found, fix=fix)
@@ -171,17 +166,18 @@ class Supervisor:
         """Waits before a restart that follows one without a new step; a signal ends it at once."""
         pause_s = restarts.pause_s(step)
         count = f"restart {len(restarts.failed(step))} of {restarts.limit} without a new step"
-        print(f"starting again in {pause_s:g} s, after step {step}: {count}", flush=True)
+        print(f"starting again in {pause_s:g} s, {count}; {_newest(step)}", flush=True)
         deadline_s = time.monotonic() + pause_s
         while time.monotonic() < deadline_s and not self._stops:
             time.sleep(min(0.1, pause_s))
 
     def _done(self) -> int:
         """Returns the step of the newest checkpoint."""
-        return max((checkpoint.step for checkpoint in manifest.find(self._job.run_dir)), default=0)
+        return manifest.newest_step(self._job.run_dir)
 
     def _recorded_attempt(self, owner: Lease, restart: int, restarts: Restarts, step: int) -> int:
         owner.guard(restarts.begin)(step)
+        self._has_worked |= bool(self._attempt and self._attempt.has_trained)
         self._attempt = None
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
@@ -220,7 +216,8 @@ class Supervisor:
         except DamagedError as error:
             found = self._read_checkpoint()
             say("another process reads the checkpoint once more")
-            second_reading.confirm(found, error, pause=self._wait_to_see, say=say)
+            with self._stops.at_once():
+                second_reading.confirm(found, error, pause=self._wait_to_see, say=say)
             raise
 
     def _read_checkpoint(self) -> manifest.Checkpoint:
@@ -232,9 +229,7 @@ class Supervisor:
     def _start_and_run(self, owner: Lease, restart: int) -> int:
         """Runs an attempt from the newest checkpoint on, unless all steps are done."""
         job = self._job
-        start = resume.find(
-            job, self._allow, say, owner=owner, pause=self._wait_to_see, fetches=True
-        )
+        start = self._find(owner)
         if (going := rejoining.go_on(start, say)) is None:
             return 0
         start = going
@@ -244,21 +239,37 @@ class Supervisor:
         unsave = owner.guard(job_files.save(job, start.step))  # the processes read it
         variables = job.process_environment(os.environ, self._pool)
         job_files.save_environment(job, variables)
-        self._attempt = Attempt(
-            start,
-            restart,
-            self._launcher,
-            self._processes,
-            lease=owner,
-            stops=self._stops,
-            unsave=unsave,
-            variables=variables,
-            key_file=self._given_key_file,
-            watch=self._watch,
-            unlike=self._unlike,
-            advice=self._advice,
-        )
+        with self._stops.at_once():  # a store that has a copy may be away
+            self._attempt = Attempt(
+                start,
+                restart,
+                self._launcher,
+                self._processes,
+                lease=owner,
+                stops=self._stops,
+                unsave=unsave,
+                variables=variables,
+                key_file=self._given_key_file,
+                watch=self._watch,
+                unlike=self._unlike,
+                advice=self._advice,
+                # Whoever starts the launcher again, as a scheduler does, has changed no setting.
+                has_worked=self._has_worked or bool(start.step and not start.changes),
+            )
         return self._attempt.run()
+
+    def _find(self, owner: Lease, known: manifest.Damaged = MappingProxyType({})) -> resume.Start:
+        """Finds where the job goes on (`resume.find`), and may fetch what another store has."""
+        with self._stops.at_once():
+            return resume.find(
+                self._job,
+                self._allow,
+                say,
+                known,
+                owner=owner,
+                pause=self._wait_to_see,
+                fetches=True,
+            )
 
     def _describe(self) -> list[str]:
         names = ", ".join(process.name for process in self._processes)
@@ -267,3 +278,8 @@ class Supervisor:
     def _stop(self) -> None:
         if self._attempt is not None:
             self._attempt.stop()
+
+
+def _newest(step: int) -> str:
+    """Returns what is known before a start looks whether the newest checkpoint is whole."""
+    return f"the newest checkpoint is after step {step}" if step else "no step is saved yet"

@@ -118,6 +118,12 @@ def rdma_of(on: str, name: str) -> Tree:
     return {f"/sys/devices/{on}/infiniband/{name}/node_guid": "a088:c203:0012:3456"}
 
 
+def verbs(number: int, of: str, *, is_here: bool) -> Tree:
+    """The file of an RDMA device in /dev, which a container of others lacks, and its place."""
+    about: Tree = {f"/sys/class/infiniband_verbs/uverbs{number}/ibdev": of}
+    return about | ({f"/dev/infiniband/uverbs{number}": ""} if is_here else {})
+
+
 def mapped(ipv4: str) -> str:
     """An IPv4 address as a GID."""
     a, b, c, d = map(int, ipv4.split("."))

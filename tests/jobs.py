@@ -1,6 +1,7 @@
 """Whole jobs for tests: real processes on loopback that leave nothing behind."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -194,15 +195,32 @@ class RunningJob:
         return "".join(self.lines)
 
 
-def free_listen() -> str:
-    """`HOST:PORT` for a controller, which stays free: no other process has this loopback address.
+def own_address() -> str:
+    """A loopback address of this process alone: a port of it that is closed stays free.
 
-    A port of 127.0.0.1 that was free a moment ago may be given to a connection of another test.
+    One of 127.0.0.1 may be given to a connection of another test at once.
     """
     pid = os.getpid()
-    with socket.socket() as probe:
-        probe.bind((f"127.10.{pid >> 8 & 255}.{pid & 255}", 0))
-        return "{}:{}".format(*probe.getsockname())
+    return f"127.10.{pid >> 8 & 255}.{pid & 255}"
+
+
+def unused_ports(count: int) -> list[int]:
+    """Ports of all addresses that stay free: the system gives nobody ports as low as these."""
+    found: list[int] = []
+    while len(found) < count:
+        port = 10_000 + next(_PORTS) % 20_000
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.append(port)
+    return found
+
+
+_PORTS = itertools.count(os.getpid() * 499)  # processes of pytest-xdist begin far from each other
+
+
+def free_listen() -> str:
+    """`HOST:PORT` for a listener, which stays free until it listens."""
+    return f"{own_address()}:{unused_ports(1)[0]}"
 
 
 @contextlib.contextmanager

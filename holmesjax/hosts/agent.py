@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from holmesjax.errors import HolmesError
-from holmesjax.hosts import kernel_check, nccl
+from holmesjax.hosts import kernel_check, nccl, shared_memory
 from holmesjax.hosts.agent_messages import (
     BETWEEN_AGENTS,
     QUESTIONS,
@@ -187,6 +187,7 @@ class _Agent:
                 fabric: [*addresses] for fabric, addresses in self._environment.addresses.items()
             },
             twins=places.mixed_up(itertools.chain(*self._environment.addresses.values())),
+            loses_memory=shared_memory.goes_here(),
         )
 
     def _check_kernels(self, question: CheckKernels) -> KernelFacts:

@@ -97,6 +97,7 @@ class NodeFacts(Record):
     mtu_bytes: dict[str, list[int]]  # by fabric
     addresses: dict[str, list[str]]  # by fabric
     twins: list[str]  # NICs that share a subnet with others, and carry their traffic or none
+    loses_memory: bool  # whether /dev/shm loses what this user has when the last session ends
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ process tells its controller (`facts`), which refuses a process that differs fro
 
 import functools
 import hashlib
-import importlib
 import importlib.util
 import json
 import mmap
@@ -16,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from holmesjax.config import ModelConfig, OptimizerConfig
 from holmesjax.errors import HolmesError, raise_if_passing
 from holmesjax.files import json_text, run_folder
 from holmesjax.files.whole_files import write_whole
@@ -23,32 +23,41 @@ from holmesjax.hosts.hardware import Gpu
 
 PACKAGES = ("holmesjax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")
 # Of processes whose collectives meet; clusters may have drivers of their own.
-OF_STAGE = ("driver", "NCCL", "CUDA plugin")
+OF_STAGE = ("driver", "NCCL", "cuDNN", "cuBLAS", "CUDA plugin")
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Read by NVIDIA's libraries; what they choose changes sums, or hangs where two choose otherwise.
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE")
+# The facts about a user's own code, by the setting that names it.
+OWN_SOURCES = {
+    name: f"source of {name}" for name in ("model.module", "model.pattern", "optimizer.function")
+}
 # Flags that name places or devices of one process.
 FLAG = re.compile(r"--xla_[a-z0-9_]+")
 LIBRARY_BYTES = 1 << 24  # and more has the library of XLA
+NAME_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_")
 OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_dump")
 
 
-def facts(env: Mapping[str, str], gpus: Sequence[Gpu], module: str | None) -> dict[str, str]:
+def facts(
+    env: Mapping[str, str], gpus: Sequence[Gpu], sources: Mapping[str, str]
+) -> dict[str, str]:
     """Returns what this process computes with, by name.
 
     Args:
       env: its environment.
       gpus: of its host.
-      module: `model.module` of the run, "module:function"; None: the model is not a user's own.
+      sources: `own_sources` of the run.
     """
-    found = {"source": source_digest()}
-    if module is not None:
-        found["source of model.module"] = _module_digest(module)
+    found = {"source": source_digest(), **sources}
     found |= {name: installed(name) or "not installed" for name in PACKAGES}
     if gpus:
         found["driver"] = ", ".join(sorted({gpu.driver for gpu in gpus}))
         found["NCCL"] = _first_installed(NCCL)
+        found["cuDNN"] = _first_installed(CUDNN)
+        found["cuBLAS"] = _first_installed(CUBLAS)
         found["CUDA plugin"] = _first_installed(PLUGINS)
     for flag in env.get("XLA_FLAGS", "").split():
         name, _, value = flag.partition("=")
@@ -74,7 +83,7 @@ def unlike(
     return [n for n in names if n not in allow and (same_stage or n not in OF_STAGE)]
 
 
-NAMES = ("source", "source of model.module", *PACKAGES, *OF_STAGE, *VARIABLES)  # but for flags
+NAMES = ("source", *OWN_SOURCES.values(), *PACKAGES, *OF_STAGE, *VARIABLES)  # but for flags
 
 
 def is_fact(name: str) -> bool:
@@ -94,16 +103,29 @@ def _is_known_to_xla(flag: str) -> bool:
     """
     found = importlib.util.find_spec("jaxlib")
     folder = Path((found and found.origin) or os.devnull).parent
-    pattern = re.compile(rb"(?<![a-z0-9_])%b(?![a-z0-9_])" % flag.encode())
     libraries = [path for path in folder.glob("*.so") if path.stat().st_size > LIBRARY_BYTES]
     for path in libraries:
         with (
             path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            if pattern.search(content):
+            if _has_word(content, flag.encode()):
                 return True
     return not libraries
+
+
+def _has_word(content: mmap.mmap, word: bytes) -> bool:
+    """Whether a text is there, and not as a part of a longer name.
+
+    A regular expression that looks behind takes seconds for a library, where `find` takes tenths.
+    """
+    at = content.find(word)
+    while at >= 0:
+        neighbours = content[max(at - 1, 0) : at] + content[at + len(word) : at + len(word) + 1]
+        if not NAME_BYTES.intersection(neighbours):
+            return True
+        at = content.find(word, at + 1)
+    return False
 
 
 def permitted(run_dir: Path, allow: Sequence[str]) -> tuple[str, ...]:
@@ -156,20 +178,51 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _module_digest(module: str) -> str:
-    """Returns a digest of the file of a model's module, or of all files of its package."""
-    name = module.partition(":")[0].partition(".")[0]
-    file = getattr(importlib.import_module(name), "__file__", None)
-    if file is None:
-        return "unknown"
-    path = Path(file)
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    digest = hashlib.sha256()
-    for each_file in files:
-        digest.update(
-            os.path.relpath(each_file, path.parent).encode() + b"\0" + each_file.read_bytes()
-        )
-    return digest.hexdigest()[:16]
+def own_sources(model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, str]:
+    """Returns digests of the files of a user's own code that a run names, by fact.
+
+    They are the file of a module, or all Python files of its package.
+    """
+    found = {}
+    for setting, modules in own_modules(model, optimizer).items():
+        digest = hashlib.sha256()
+        for module in modules:
+            _add_files(digest, module.partition(".")[0])
+        found[OWN_SOURCES[setting]] = digest.hexdigest()[:16]
+    return found
+
+
+def own_modules(model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, list[str]]:
+    """Returns the modules of a user's own code that a run names, by setting."""
+    named = {
+        "model.module": [model.module or ""],
+        "model.pattern": model.pattern,
+        "optimizer.function": [optimizer.function or ""],
+    }
+    modules = {
+        setting: sorted({name.partition(":")[0] for name in names if ":" in name})
+        for setting, names in named.items()
+    }
+    return {setting: found for setting, found in modules.items() if found}
+
+
+def _add_files(digest: "hashlib._Hash", package: str) -> None:
+    """Adds the names and contents of the Python files of a module or package, without importing it.
+
+    Nothing is added where it has no file: whoever imports it says what is wrong.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # of a module that is in memory alone
+        spec = None
+    if spec is None:
+        return
+    files = [Path(spec.origin or os.devnull)]
+    if folders := spec.submodule_search_locations:
+        files = [path for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
+    for path in filter(Path.is_file, files):
+        name = os.path.relpath(path, folders[0] if folders else path.parent)
+        digest.update(name.encode() + b"\0" + path.read_bytes())
 
 
 def _first_installed(packages: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from holmesjax import units
 from holmesjax.hosts.agent_messages import KernelFacts, NicFacts, NoAnswer, NodeFacts
-from holmesjax.topology import windows
+from holmesjax.topology import catalogue, windows
 from holmesjax.topology.fabrics import FABRICS
 from holmesjax.topology.machines import Node, Topology
 from holmesjax.transport import addresses
@@ -21,6 +21,12 @@ Level = Literal["ok", "warning", "problem"]
 MAX_CLOCK_S = 2.0  # apart: more would mislead whoever compares logs
 MIN_FILES = 4096  # sockets of a large domain, and the files of a checkpoint
 SLOW_SHARE = 0.9  # of the rate that the topology says
+# Kinds of GPUs that NVIDIA's driver does not know, which alone is asked.
+OTHER_MAKERS = {
+    kind
+    for kind, (platform, name, _) in catalogue.AS_JAX_SEES_THEM.items()
+    if platform == "gpu" and not name.startswith("NVIDIA")
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +51,7 @@ def findings(
     needed_bytes: float,
     streams: int,
     url: str | None = None,
+    has_partners: bool = False,
 ) -> list[Finding]:
     """Checks the facts of all nodes together.
 
@@ -55,6 +62,7 @@ def findings(
       needed_bytes: that the run folder must have room for.
       streams: connections between two processes, at least.
       url: of the run folder in an object store; each node then works in a folder of its own.
+      has_partners: whether parts of checkpoints stay in the memory of nodes.
     """
     found = [
         _host_names(topology, facts),
@@ -65,6 +73,7 @@ def findings(
         _mtus(topology, facts),
         _twins(facts),
         _run_folder(facts, needed_bytes, url),
+        *([_memory(facts)] if has_partners else []),
     ]
     if is_rehearsal:
         text = "not counted: this machine, or a lab, stands for all nodes"
@@ -234,12 +243,27 @@ def _run_folder(facts: Mapping[str, NodeFacts], needed_bytes: float, url: str | 
     return _judge("run folder", bad, level="problem", good=good, fix=fix)
 
 
+def _memory(facts: Mapping[str, NodeFacts]) -> Finding:
+    bad = {node: "goes with the last session" for node, fact in facts.items() if fact.loses_memory}
+    return _judge(
+        "partner's memory",
+        bad,
+        level="warning",
+        good="/dev/shm outlives sessions",
+        fix="loginctl enable-linger USER, or RemoveIPC=no in /etc/systemd/logind.conf: else a "
+        "start by ssh finds no copies",
+    )
+
+
 def _gpus(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
-    bad = {}
+    bad, unseen = dict[str, str](), set[str]()
     for node, fact in facts.items():
         wanted, gpus = topology.node(node), fact.gpus
         model = wanted.device.name.split("_")[0]  # "a100_80gb"
         if model == "cpu":
+            continue
+        if wanted.device.name in OTHER_MAKERS:
+            unseen.add(wanted.device.name)
             continue
         others = sorted({name for name in gpus if model.upper() not in name.upper()})
         if len(gpus) < wanted.num_devices:
@@ -247,7 +271,10 @@ def _gpus(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:
         elif others:
             bad[node] = f"{', '.join(others)} for {wanted.device.name}"
     fix = "correct the topology, or see nvidia-smi there"
-    return _judge("GPUs", bad, level="problem", good="as the topology says", fix=fix)
+    good = "as the topology says"
+    if unseen:
+        good = f"not looked at: {', '.join(sorted(unseen))}; NVIDIA's driver alone is asked"
+    return _judge("GPUs", bad, level="problem", good=good, fix=fix)
 
 
 def _nics(topology: Topology, facts: Mapping[str, NodeFacts]) -> Finding:

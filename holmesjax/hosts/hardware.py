@@ -77,6 +77,7 @@ class Port:
     pci: PciPath
     numa_node: int | None
     physical_function: str | None  # the RDMA device that this one is a virtual function of
+    is_elsewhere: bool  # it is known here, and its file in /dev is not: of a host or another pod
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +156,20 @@ def _kind(folder: Path) -> str:
 def ports(root: Path) -> tuple[Port, ...]:
     """Reads the RDMA ports, in the order of their numbers; none if there is no RDMA."""
     devices = sorted((root / "sys/class/infiniband").glob("*"), key=lambda path: natural(path.name))
-    return tuple(port for device in devices for port in _ports(device))
+    elsewhere = _elsewhere(root)
+    return tuple(port for device in devices for port in _ports(device, device.name in elsewhere))
+
+
+def _elsewhere(root: Path) -> set[str | None]:
+    """Finds the RDMA devices that programs here cannot open, though others can.
+
+    The kernel shows a container those of its whole host, and whoever starts it gives it the files
+    of its own.
+    """
+    openable = {path.name for path in (root / "dev/infiniband").glob("uverbs*")}
+    known = (root / "sys/class/infiniband_verbs").glob("uverbs*")
+    away = {_text(path / "ibdev") for path in known if path.name not in openable}
+    return away if openable else set()
 
 
 def natural(name: str) -> list[int | str]:
@@ -168,7 +182,7 @@ def natural(name: str) -> list[int | str]:
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
-def _ports(device: Path) -> list[Port]:
+def _ports(device: Path, is_elsewhere: bool) -> list[Port]:
     folders = sorted(device.glob("ports/*"), key=lambda path: natural(path.name))
     pci, numa_node = _pci(device / "device")
     physical = sorted(path.name for path in device.glob("device/physfn/infiniband/*"))
@@ -187,6 +201,7 @@ def _ports(device: Path) -> list[Port]:
             pci=pci,
             numa_node=numa_node,
             physical_function=physical[0] if physical else None,
+            is_elsewhere=is_elsewhere,
         )
         for folder in folders
     ]

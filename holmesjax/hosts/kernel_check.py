@@ -43,8 +43,8 @@ LIMIT_S = 120.0  # for a case, and for the start of JAX before the first
 CASES_OF_UPDATE = 7  # of `kernels.adamw_check`
 CASES_OF_EXPERTS = 5  # of `kernels.experts_check`
 KILLED_S = 5.0  # for a check that was killed to be gone; what hangs in a driver is left to it
-# A check that did not end is repeated by a start so much later: the machine may have been busy. All
-# processes of one start find the same verdict.
+# A check that did not come to its end is repeated by a start so much later: the machine may have
+# been busy, or the GPU's memory another job's. All processes of one start find the same verdict.
 RETRY_S = 3600.0
 PAUSE_S = 0.1  # between two looks whether another process has ended its check
 # ptxas that miscompiles Hopper kernels: the first such version and the first that does not. JAX's
@@ -61,7 +61,7 @@ class CheckVerdict:
 
     problem: str | None  # None: the kernels have passed
     versions: dict[str, str]  # of what was checked
-    has_ended: bool = True  # False: the check ran out of time, which says nothing of the kernels
+    has_ended: bool = True  # False: the check did not come to its end, by any fault
 
     @property
     def lack(self) -> str | None:
@@ -169,7 +169,7 @@ def verdict(
 ) -> CheckVerdict:
     """Returns what a check has found, now or before.
 
-    A verdict is kept for good, but an hour only if the check ran out of time.
+    A verdict is kept for good, but an hour only if the check did not come to its end.
 
     Args:
       asked: one of `checks`.
@@ -201,7 +201,7 @@ def verdict(
         has_ended = True
         try:
             problem = _run([json.dumps(asked), *check], limit_s, advance)
-        except OutOfTimeError as error:
+        except NotEndedError as error:
             has_ended, problem = False, str(error)
         found = CheckVerdict(problem=problem, versions=versions, has_ended=has_ended)
         text = json.dumps({"problem": problem, "has_ended": has_ended, **key}, indent=1) + "\n"
@@ -213,8 +213,8 @@ def verdict(
     return found
 
 
-class OutOfTimeError(Exception):
-    """A check said nothing for as long as a case may take."""
+class NotEndedError(Exception):
+    """A check said nothing for as long as a case may take, or ended without its last result."""
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -227,7 +227,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _run(arguments: Sequence[str], limit_s: float, advance: Callable[[], None]) -> str | None:
-    """Why the check has failed; None if it has passed. Raises OutOfTimeError if it does not end."""
+    """Why the check has failed; None if it has passed. Raises NotEndedError without its results."""
     command = [sys.executable, "-m", CHECK, *arguments]
     # Its own limit is for the case that this process is killed meanwhile.
     command += ["--limit-s", str(limit_s + KILLED_S)]
@@ -258,16 +258,17 @@ def _run(arguments: Sequence[str], limit_s: float, advance: Callable[[], None]) 
         return str(problems[0])
     if status:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return f"{_where(begun, found)}: the check ended with {how}: {' '.join(last)}"
+        where = _where(begun, found)
+        raise NotEndedError(f"{where}: the check ended with {how}: {' '.join(last)}")
     if not found or found[-1]["left"]:
-        return "the check ended early"
+        raise NotEndedError("the check ended early")
     return None
 
 
 def _wait(
     process: "subprocess.Popen[bytes]", out: TextIO, limit_s: float, advance: Callable[[], None]
 ) -> int:
-    """Waits for the end of a check; raises OutOfTimeError once it has been silent for too long."""
+    """Waits for the end of a check; raises NotEndedError once it has been silent for too long."""
     heard_bytes, deadline_s = 0, time.monotonic() + limit_s
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -276,7 +277,7 @@ def _wait(
             heard_bytes, deadline_s = said_bytes, time.monotonic() + limit_s
             advance()
         elif time.monotonic() > deadline_s:
-            raise OutOfTimeError(f"{_where(*_said(out))}: no end within {limit_s:g} s")
+            raise NotEndedError(f"{_where(*_said(out))}: no end within {limit_s:g} s")
 
 
 def _said(out: TextIO) -> tuple[list[str], list[dict[str, Any]]]:

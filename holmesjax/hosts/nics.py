@@ -163,7 +163,10 @@ class _Classifier:
             return None, f"{layer}, but RDMA by iWARP, which is not RoCE"
         if port.state != "ACTIVE":
             return None, f"{layer}, {_why_inactive(port)}"
-        if port.physical_function in {p.device for p in self.ports if p.state == "ACTIVE"}:
+        if port.is_elsewhere:
+            return None, f"{layer}, of this host, and not in the /dev/infiniband of this container"
+        here = (p for p in self.ports if p.state == "ACTIVE" and not p.is_elsewhere)
+        if port.physical_function in {p.device for p in here}:
             return None, f"{layer}, a virtual function of {port.physical_function}, which is here"
         rate = _show_rate(port.rate_bytes_per_s)
         if port.link_layer == "InfiniBand":
@@ -221,6 +224,8 @@ class _Classifier:
         """Prefers RoCE v2 to v1, which cannot be routed; then IPv4, IPv6 and link-local."""
         # In a container the table also names interfaces of the host outside.
         found = [gid for gid in port.gids if gid.kind and gid.interface in self.interfaces]
+        # Those of other pods may have the same names.
+        found = [gid for gid in found if self._is_of_here(gid)] or found
 
         def rank(gid: Gid) -> tuple[bool, int]:
             ipv4 = gid.address.ipv4_mapped
@@ -229,6 +234,13 @@ class _Classifier:
 
         best = min(map(rank, found), default=None)
         return tuple(gid for gid in found if rank(gid) == best)
+
+    def _is_of_here(self, gid: Gid) -> bool:
+        """Whether its address is one of its interface, or of the bond or bridge above that."""
+        interface = self._carrier(str(gid.interface))
+        address = gid.address.ipv4_mapped or gid.address
+        listed = (*interface.ipv4, *interface.ipv6)
+        return address in {ipaddress.ip_address(text.partition("%")[0]) for text in listed}
 
     def _interfaces_of(self, port: Port) -> list[str]:
         """Finds the network interfaces on the hardware of a port."""

@@ -8,6 +8,7 @@ Inside a cluster a round pairs all nodes, so that no NIC is in two measurements.
 clusters share one link: they are measured one by one, and then together.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,20 +75,22 @@ def tournament(nodes: Sequence[str]) -> Iterator[Step]:
     >>> list(tournament("abc"))
     [(('b', 'c'),), (('a', 'c'),), (('a', 'b'),)]
     """
+    position = {node: i for i, node in enumerate(nodes)}
     ring: list[str | None] = [*nodes] if len(nodes) % 2 == 0 else [*nodes, None]
     for _ in range(len(ring) - 1):
         halves = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
         met = [(a, b) for a, b in halves if a is not None and b is not None]
-        yield tuple((a, b) if nodes.index(a) < nodes.index(b) else (b, a) for a, b in met)
+        yield tuple((a, b) if position[a] < position[b] else (b, a) for a, b in met)
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
 def _inside(name: str, fabric: str, nodes: Sequence[str]) -> Phase:
-    rounds = list(tournament(nodes))
+    num_rounds = len(nodes) - 1 + len(nodes) % 2
     left_out = ""
-    if len(rounds) > MAX_ROUNDS:
-        left_out = f"{len(rounds) - MAX_ROUNDS} of {len(rounds)} rounds of pairs"
-    steps = [step for met in rounds[:MAX_ROUNDS] for step in (met, _back(met))]
+    if num_rounds > MAX_ROUNDS:
+        left_out = f"{num_rounds - MAX_ROUNDS} of {num_rounds} rounds of pairs"
+    rounds = itertools.islice(tournament(nodes), MAX_ROUNDS)
+    steps = [step for met in rounds for step in (met, _back(met))]
     return Phase(
         title=f"inside {name}", fabric=fabric, steps=tuple(steps), together=(), left_out=left_out
     )

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from holmesjax.errors import REQUEUE, HolmesError, PeerError
 from holmesjax.hosts import nics as discovery
 from holmesjax.hosts.nics import Host
+from holmesjax.plan.processes import Process
 from holmesjax.transport import addresses, connections, key_files
 
 # Variables with the number of a process, of our launchers, Slurm, Open MPI, PMI and Kubernetes.
@@ -65,6 +66,38 @@ class ProcessEnvironment:
             advertised=_advertised(env),
             restart=_whole(env, "HOLMES_RESTART", env.get("HOLMES_RESTART", "0")),
         )
+
+
+def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that shows a process its own GPUs alone.
+
+    JAX would take memory on the others, too. NCCL reaches them all the same, if the launcher gives
+    this process the whole node.
+
+    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
+    ...               local_devices=(2, 3))
+    >>> visible_devices(own, {}), visible_devices(own, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {'CUDA_VISIBLE_DEVICES': '6,7'})
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    of = lambda i: names[i] if i < len(names) else str(i)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
+
+
+def own_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns `visible_devices` where the process was given GPUs of others, too; else nothing.
+
+    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
+    ...               local_devices=(2, 3))
+    >>> own_devices(own, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    {'CUDA_VISIBLE_DEVICES': '2,3'}
+    >>> own_devices(own, {"CUDA_VISIBLE_DEVICES": "2,3"}), own_devices(own, {})
+    ({}, {})
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    are_more = visible and len(visible.split(",")) > max(process.local_devices)
+    return visible_devices(process, env) if are_more else {}
 
 
 def controller_of(

@@ -5,6 +5,7 @@ process. A file system that hangs holds up the process, and not the one that wai
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -34,7 +35,8 @@ def run_module(
     module: str,
     arguments: Sequence[str],
     *,
-    limit_s: float,
+    limit_s: float = math.inf,
+    silence_s: float = math.inf,
     pause: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = lambda line: None,
 ) -> Ended:
@@ -46,6 +48,7 @@ def run_module(
       module: of this program; its standard input is empty.
       arguments: on its command line.
       limit_s: how long it may take; then it is killed.
+      silence_s: how long it may print nothing; then it is killed.
       pause: waits for some seconds; what it raises kills the process, and passes through.
       say: takes each line of its standard output.
 
@@ -62,7 +65,7 @@ def run_module(
         start_new_session=True,  # Ctrl-C is for whoever waits
     ) as process:
         try:
-            return _wait(process, limit_s, pause, say)
+            return _wait(process, limit_s, silence_s, pause, say)
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -79,6 +82,7 @@ def _root() -> str:
 def _wait(
     process: subprocess.Popen[bytes],
     limit_s: float,
+    silence_s: float,
     pause: Callable[[float], object],
     say: Callable[[str], object],
 ) -> Ended:
@@ -87,14 +91,16 @@ def _wait(
     for pipe in (process.stdout, process.stderr):
         os.set_blocking(pipe.fileno(), False)
     deadline_s, turn_s = time.monotonic() + limit_s, FIRST_TURN_S
+    heard_s = time.monotonic()
     line, errors = b"", b""
     while True:
         status = process.poll()  # before the pipes are read: they then have its last words
         *lines, line = (line + _read(process.stdout)).split(b"\n")
         for whole_line in lines:
             say(whole_line.decode(errors="replace"))
+            heard_s = time.monotonic()
         errors = (errors + _read(process.stderr))[-KEPT_BYTES:]
-        is_late = time.monotonic() > deadline_s
+        is_late = time.monotonic() > min(deadline_s, heard_s + silence_s)
         if status is not None or is_late:
             told = errors.decode(errors="replace").strip().splitlines()
             return Ended(status, told[-1].strip() if told else "")

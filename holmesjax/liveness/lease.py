@@ -8,7 +8,8 @@ somebody else has put in its place.
 Nobody compares clocks of two hosts. On the host of the owner, its lease is stale when its process
 is gone. On another host, it is stale when the counter has not moved for a whole term on the
 reader's own clock. A stale lease is renamed before it is deleted, and put back if by then it is
-another one.
+another one. A lease that somebody deletes is put back by its owner, if nobody has owned the folder
+since.
 
     epoch.json    stays in the run folder: how many owners it has had
 
@@ -60,7 +61,7 @@ class Lease:
     Args:
       run_dir: the run folder; made if it is missing.
       on_loss: called once, in any thread, when the lease is lost; without it `check` says so.
-      say: takes what there is to say before the lease is there.
+      say: takes what there is to say before the lease is there, and where it comes back.
 
     Raises:
       LeaseError: another process owns the folder.
@@ -75,12 +76,13 @@ class Lease:
         say: Callable[[str], None] = lambda text: print(text, flush=True),
     ):
         self._path, self._on_loss = Path(run_dir).absolute() / FILE, on_loss
-        self._record = lease_record.new_record()
+        self._say, self._record = say, lease_record.new_record()
         self._lost: LostLeaseError | None = None
         self._renewing, self._ended = threading.RLock(), threading.Event()
         self._end_looks: Callable[[], None] = lambda: None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = self._path.parent.stat()
             self._is_taken_over, self._earlier_epoch = False, 0
             self._take(say)
         except OSError as error:
@@ -276,6 +278,7 @@ class Lease:
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_S) and not self._lost:
             self._renew()
+            self._keep_epoch()
 
     def _renew(self) -> None:
         with self._renewing:
@@ -294,12 +297,59 @@ class Lease:
                     fix = "see that its file system is there; then start it again"
                     self._lose(problem, error, kind=UnseenLeaseError, fix=fix)
                 return
-            if found is None:
+            if found is None and self._put_back():
+                self._renewed_s = _now_s()
+            elif found is None:
                 self._lose("has lost its lease", f"no {FILE}")
             elif not lease_record.is_of(found, self._record):
                 self._lose("has lost its lease to another process", self._who_has(found))
             else:
                 self._renewed_s = _now_s()
+
+    def _put_back(self) -> bool:
+        """Makes the lease anew where it was deleted; returns false if the folder may be another's.
+
+        A link succeeds for one process alone, so it is this one's or that of whoever was faster.
+        """
+        own = lease_record.beside(self._path, self._record["token"])
+        try:
+            is_here = os.path.samestat(self._path.parent.stat(), self._folder)
+            # A lease that was moved has a name; one that was deleted has none.
+            if not is_here or os.fstat(self._file).st_nlink or self._has_successor():
+                return False
+            if self._ended.is_set() or _now_s() > self._renewed_s + TERM_S / 2:
+                return False  # it slept so long that others may have found the lease stale
+            file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                os.write(file, lease_record.text(self._record))
+                os.fsync(file)
+                os.link(own, self._path)
+                if self._has_successor():  # which came and went in between
+                    lease_record.remove(self._path, self._record)
+                    return False
+                self._file, file = file, self._file
+            finally:
+                os.close(file)
+                own.unlink(missing_ok=True)
+        except OSError:
+            return False
+        self._tell_of_return(self._path)
+        return True
+
+    def _tell_of_return(self, path: Path) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a lost console takes no lease away
+            self._say(f"warning: {path} was removed, and is there again")
+
+    def _has_successor(self) -> bool:
+        known = lease_record.read(self._path.with_name(EPOCH))
+        return known is not None and known.get("epoch") != self.epoch
+
+    def _keep_epoch(self) -> None:
+        """Makes the number of owners anew where it was deleted: the next owner counts on."""
+        with self._renewing, contextlib.suppress(OSError, LostLeaseError):
+            if not (self._lost or self._ended.is_set() or self._path.with_name(EPOCH).exists()):
+                self._write_epoch()
+                self._tell_of_return(self._path.with_name(EPOCH))
 
     def _write(self) -> None:
         """Writes the record; a file server that was away may have forgotten the open file."""
@@ -361,14 +411,12 @@ def fence(run_dir: str | Path, epoch: int) -> Callable[[], None]:
       epoch: of the owner.
     """
     path = Path(run_dir).absolute() / FILE
-    is_own = lambda: (lease_record.read(path) or {}).get("epoch") == f"{epoch:020}"
 
     def check() -> None:
-        if is_own():
-            return
-        time.sleep(SETTLE_S)  # perhaps renamed by mistake
-        if not is_own():
-            found = lease_record.read(path)
+        deadline_s = time.monotonic() + 2 * RENEW_S + SETTLE_S
+        while (found := lease_record.read(path)) is None and time.monotonic() < deadline_s:
+            time.sleep(SETTLE_S)  # perhaps renamed by mistake, or deleted: its owner puts it back
+        if found is None or found.get("epoch") != f"{epoch:020}":
             raise LostLeaseError(
                 str(path.parent),
                 "the job of this process has lost its lease to another process, and has stopped",
@@ -385,6 +433,20 @@ def owner(run_dir: str | Path) -> str | None:
     if record is None or lease_record.is_gone(record):
         return None
     return "process {pid} on {host}".format_map({"pid": "?", "host": "?"} | record)
+
+
+def refuse_owned(run_dir: str | Path) -> None:
+    """Raises LeaseError if a process of this machine owns a run folder; `Lease` asks others, too.
+
+    For a caller that has long work to do before it takes the lease.
+    """
+    path = Path(run_dir) / FILE
+    try:
+        record = lease_record.read(path)
+    except OSError:
+        return  # `Lease` says why
+    if record is not None and lease_record.is_here(record) and not lease_record.is_gone(record):
+        raise _owned(path, record)
 
 
 def wait_until_stale(

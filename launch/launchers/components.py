@@ -4,8 +4,11 @@ A cluster of equal nodes is one component. A scheduler numbers the processes of 
 HOLMES_PROCESSES lists their numbers in the job, in that order.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +37,10 @@ class Component:
         """Processes on each node."""
         return len(self.processes) // self.num_nodes
 
+    @cached_property
+    def process_numbers(self) -> frozenset[int]:
+        return frozenset(process.number for process in self.processes)
+
     @property
     def numbers(self) -> str:
         """The value of HOLMES_PROCESSES."""
@@ -44,18 +51,22 @@ def make_components(job: Job) -> tuple[Component, ...]:
     """Returns the components of a job, in the order of the topology."""
     topology = job.topology
     processes = make_processes(job.plan, topology, job.config.distributed.processes)
+    on_node = Counter((process.node, len(process.devices)) for process in processes)
     groups: dict[tuple[str, str, int, int], list[Process]] = {}
     for process in sorted(processes, key=lambda p: p.devices):
         kind = "cpu" if job.config.run.rehearse else topology.node(process.node).device.name
         size = len(process.devices)
-        on_node = [p for p in processes if p.node == process.node and len(p.devices) == size]
-        groups.setdefault((process.cluster, kind, size, len(on_node)), []).append(process)
+        key = process.cluster, kind, size, on_node[process.node, size]
+        groups.setdefault(key, []).append(process)
     components: list[Component] = []
+    clusters = {cluster.name for cluster in topology.clusters}
     for (cluster, kind, size, _), members in groups.items():
-        number = sum(component.cluster == cluster for component in components)
+        numbered = (f"{cluster}-{i}" for i in itertools.count(1))
+        taken = clusters | {component.name for component in components}
+        is_first = all(component.cluster != cluster for component in components)
         components.append(
             Component(
-                name=f"{cluster}-{number}" if number else cluster,
+                name=cluster if is_first else next(n for n in numbered if n not in taken),
                 cluster=cluster,
                 processes=tuple(members),
                 num_nodes=len({process.node for process in members}),

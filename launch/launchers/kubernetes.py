@@ -80,7 +80,8 @@ def write(
     print(
         f"  {kubectl} create secret generic {name}-key --from-file=job.key={shlex.quote(str(key))}"
     )
-    print(f"  {kubectl} apply -f {shlex.quote(str(path))}")
+    # A plain apply keeps all in an annotation, of 256 KiB: less than a probed topology may have.
+    print(f"  {kubectl} apply --server-side -f {shlex.quote(str(path))}")
     print("see what it prints, and end it:")
     print(f"  {kubectl} logs -f job/{name}-{LAUNCHER}-0")
     print(f"  {kubectl} delete jobset/{name} configmap/{name} secret/{name}-key")
@@ -120,8 +121,12 @@ def manifest(
       max_restarts: restarts without a new step; None: the default of schedulers.
       allow: settings that may differ from the checkpoint's.
       pool: of the GPUs, if they are not to have the default.
+
+    Raises ConfigError where the names of two components are one here, or a node would have several
+    pods, one for each device.
     """
     components = make_components(job)
+    _refuse_what_pods_cannot_be(job, components)
     own = {"namespace": options.namespace}
     settings = {
         "apiVersion": "v1",
@@ -157,6 +162,24 @@ def manifest(
         },
     }
     return [settings, jobset]
+
+
+def _refuse_what_pods_cannot_be(job: Job, components: Sequence[Component]) -> None:
+    """Raises ConfigError where two replicated jobs have one name, or NVLink joins two pods."""
+    seen = {LAUNCHER}
+    for component in components:
+        label = _label(component.name)
+        if label in seen:
+            problem = f"has two replicated jobs that Kubernetes would call {label}"
+            fix = f"rename the cluster: Kubernetes has {MAX_NAME} letters, digits and - of its name"
+            fix += f", and {LAUNCHER} is the launcher's"
+            raise ConfigError("topology", problem, found=component.name, fix=fix)
+        seen.add(label)
+        if job.config.distributed.processes == "device" and component.per_node > 1:
+            problem = "must be node on Kubernetes: pods may be on any node, and share no NVLink"
+            found = f"device, with {component.per_node} devices in each node of {component.name}"
+            fix = "set distributed.processes=node: a pod has all devices of its node"
+            raise ConfigError("distributed.processes", problem, found=found, fix=fix)
 
 
 def _config_of_pods(job: Job, options: KubernetesOptions) -> Config:

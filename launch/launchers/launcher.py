@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError
 from holmesjax.plan.processes import Process
-from holmesjax.transport import addresses, connections
+from holmesjax.transport import addresses, connections, key_files
 from launch.programs import not_started
 
 KILLED_S = 5.0  # for what was killed to be gone; what hangs in the kernel is left to it
@@ -152,22 +152,6 @@ def unwinding() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def visible_devices(process: Process, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that shows a process its own GPUs alone.
-
-    JAX would take memory on the others, too.
-
-    >>> own = Process(number=1, name="a/n", cluster="a", node="n", stage=1, rank=0, devices=(2, 3),
-    ...               local_devices=(2, 3))
-    >>> visible_devices(own, {}), visible_devices(own, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {'CUDA_VISIBLE_DEVICES': '6,7'})
-    """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else []
-    of = lambda i: names[i] if i < len(names) else str(i)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(of, process.local_devices))}
-
-
 def variables_here(addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Returns the variables of a process on this machine, which ends with this one."""
     return {
@@ -175,6 +159,15 @@ def variables_here(addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
         "HOLMES_PARENT": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def with_key(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with the key itself: another host may not have the file."""
+    found = dict(env)
+    if path := found.pop("HOLMES_KEY_FILE", None):
+        found.pop("HOLMES_KEY_DIGEST", None)
+        found["HOLMES_KEY"] = key_files.read_key_file(path).hex()
+    return found
 
 
 class Children:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from holmesjax.hosts.process_environment import visible_devices
 from holmesjax.topology.fabrics import OF_CLUSTERS
 from holmesjax.topology.machines import Topology
 from launch.launchers import hosts
@@ -16,7 +17,6 @@ from launch.launchers.launcher import (
     EventSink,
     ProcessStart,
     variables_here,
-    visible_devices,
 )
 from launch.launchers.table import LauncherOptions
 

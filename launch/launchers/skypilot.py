@@ -53,14 +53,21 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     _Script, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
 )
+# A process sees GPUs of its own alone. The node has those of its component, and may call them
+# otherwise.
 RUN = """\
 set -u
 export HOLMES_KEY_FILE={key}
 chmod 600 "$HOLMES_KEY_FILE"
 {advertised}numbers=({numbers})
+IFS=, read -ra visible <<< "${{CUDA_VISIBLE_DEVICES-}}"
 trap 'exit 2' USR1  # from a process with a mistake, whichever is waited for
 work() {{
-    export HOLMES_PROCESS=$1
+    export HOLMES_PROCESS=$1 CUDA_VISIBLE_DEVICES=
+    for ((device = $2 * {num_devices}; device < ($2 + 1) * {num_devices}; device++)); do
+        CUDA_VISIBLE_DEVICES+=,${{visible[device]-$device}}
+    done
+    CUDA_VISIBLE_DEVICES=${{CUDA_VISIBLE_DEVICES#,}}
     until {command}; do
         status=$?
         [ $status = 2 ] && kill -USR1 $$ && return 2
@@ -68,7 +75,7 @@ work() {{
     done
 }}
 for ((i = 0; i < {per_node}; i++)); do
-    work "${{numbers[SKYPILOT_NODE_RANK * {per_node} + i]}}" &
+    work "${{numbers[SKYPILOT_NODE_RANK * {per_node} + i]}}" $i &
 done
 for process in $(jobs -p); do
     wait "$process" || exit $?
@@ -188,6 +195,7 @@ def _task(
         key=key_there,
         advertised=_advertised(job, component, own.address_command),
         numbers=component.numbers.replace(",", " "),
+        num_devices=len(component.processes[0].devices),
         per_node=component.per_node,
         command=f"{options.python} -m launch worker {_run_dir(job, component, own.run_dir)}",
     )

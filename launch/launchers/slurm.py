@@ -37,6 +37,13 @@ from launch.launchers.written_jobs import saved_for_later
 SCRIPT, OPTIONS = "job.sbatch", "slurm.yaml"
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 END_S = 10.0  # for srun to see that its tasks are gone
+# srun takes these as options. In the batch script they are those of the first component; each has
+# its own with _HET_GROUP_ and its place behind the name.
+OF_COMPONENT = {
+    *("SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE"),
+    *("SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_MEM_PER_CPU"),
+    *("SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_PER_TASK"),
+}
 
 
 # ---- the file for sbatch -------------------------------------------------------------------------
@@ -256,22 +263,33 @@ class SlurmLauncher:
     def start(self, start: ProcessStart, events: EventSink) -> None:
         """Starts the step of the process's component once all of its processes are to start."""
         process = start.process
-        [component] = [c for c in self._components if process in c.processes]
+        [component] = [c for c in self._components if process.number in c.process_numbers]
         waiting = self._waiting.setdefault(component.name, set())
         waiting.add(process.number)
         if len(waiting) < len(component.processes):
             return
         del self._waiting[component.name]
         more = {"HOLMES_PROCESSES": component.numbers, "PYTHONUNBUFFERED": "1"}
-        own = {**self._env, **start.env, **more}
+        own = {**self._variables(component), **start.env, **more}
         del own["HOLMES_PROCESS"]
         python = self._options.worker_python or sys.executable
         command = start.command_in(next((c.run_dir for c in self._own(component)), None))
         argv = [*self._srun(component), python, "-m", "launch", *command]
         self._children.start(process.number, argv, own, _Tasks(component, events))
 
+    def _variables(self, component: Component) -> dict[str, str]:
+        """Returns the variables of this process, without options of another component."""
+        if len(self._components) == 1:
+            return dict(self._env)
+        group = f"_HET_GROUP_{self._components.index(component)}"
+        own = {name: text for name, text in self._env.items() if name not in OF_COMPONENT}
+        return own | {
+            name: self._env[name + group] for name in OF_COMPONENT if name + group in self._env
+        }
+
     def _srun(self, component: Component) -> list[str]:
         group = self._components.index(component)
+        per_node = component.num_gpus * component.per_node
         return [
             "srun",
             *([f"--het-group={group}"] if len(self._components) > 1 else []),
@@ -279,7 +297,8 @@ class SlurmLauncher:
             f"--ntasks={len(component.processes)}",
             f"--ntasks-per-node={component.per_node}",
             "--distribution=block",  # node by node, as HOLMES_PROCESSES is
-            *([f"--gpus-per-task={component.num_gpus}"] if component.per_node > 1 else []),
+            # Each of several tasks sees all, for NCCL to have NVLink, and its worker takes its own.
+            *([f"--gpus-per-node={per_node}"] if per_node else []),
             "--export=ALL",
             "--mpi=none",
             "--input=none",

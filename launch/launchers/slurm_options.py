@@ -62,7 +62,7 @@ SBATCH_IS_SET = {
 }
 SRUN_IS_SET = {
     **dict.fromkeys(("--nodes", "--ntasks", "--ntasks-per-node", "--het-group"), PLANNED),
-    "--gpus-per-task": PLANNED,
+    **dict.fromkeys(("--gpus-per-node", "--gpus-per-task"), PLANNED),
     **dict.fromkeys(("--distribution", "--mpi", "--input", "--output", "--label"), "remove it"),
     "--export": "remove it: processes have all variables; `setup` may have `export NAME=VALUE`",
     "--kill-on-bad-exit": "remove it",

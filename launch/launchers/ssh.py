@@ -10,16 +10,17 @@ import json
 import os
 import re
 import shlex
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from holmesjax.distributed.messages import Exit, Failed, Output, ProcessEvent
 from holmesjax.errors import REQUEUE, ConfigError, HolmesError, Mistakes
+from holmesjax.hosts.process_environment import visible_devices
 from holmesjax.plan.device_pool import with_node_variables
 from holmesjax.topology.machines import Topology
-from holmesjax.transport import key_files
 from launch import programs
 from launch.launchers import hosts
 from launch.launchers.hosts import SshHost
@@ -29,7 +30,7 @@ from launch.launchers.launcher import (
     ProcessStart,
     own_address,
     parse_listen,
-    visible_devices,
+    with_key,
 )
 from launch.launchers.table import LauncherOptions
 
@@ -46,11 +47,15 @@ OPTIONS = {
 }
 MAX_AT_ONCE = 16  # ssh clients that are asked for their configuration
 END_S = 5.0  # for a process to be gone when its stdin has ended
+MAX_BEGUN = 8  # connections to one sshd that it has not let in: it drops some of more than ten
+LET_IN_S = 30.0  # after which a connection does not wait any longer for those before it
+HERE = "holmes: let in"  # the first line of a host's shell
 
 # The command of a host's shell. It is one compound command, so that the shell has read it whole
 # before it runs. Nothing more comes on stdin then, until stdin ends. The process leads a group of
 # its own (`die_with`): what it has started would hold the connection open, and outlive it.
 SCRIPT = """{{
+echo {here}
 cd {folder} || exit {no_folder}
 [ -f launch/__main__.py ] || exit {no_checkout}
 command -v {python} >/dev/null || exit {no_python}
@@ -122,6 +127,15 @@ SSH_REFUSALS = (
         re.compile("Bad configuration option|command-line: line"),
         Refusal("ssh does not take its options", "correct `ssh_options` in the hosts file"),
     ),
+    (  # last: it also follows what says more
+        re.compile("(kex|ssh)_exchange_identification"),
+        Refusal(
+            "its sshd, or that of the gateway, ended the connection at once",
+            f"see that it is up; where others connect through it, too, its sshd_config needs more "
+            f"than the {MAX_BEGUN} of this launcher: `MaxStartups 1000`, say",
+            REQUEUE,
+        ),
+    ),
 )
 BROKEN = Refusal("its SSH connection broke", "see that it is up", REQUEUE)
 
@@ -148,6 +162,12 @@ class SshLauncher:
             raise ConfigError("--hosts", "the launcher `ssh` needs it", found="nothing", fix=fix)
         self._hosts = hosts.read(hosts_file, topology)
         targets = _targets(self._hosts, hosts_file)
+        doors: dict[str, threading.Semaphore] = {}
+        self._shut = set[threading.Semaphore]()
+        self._doors = {
+            target.node: doors.setdefault(target.first, threading.Semaphore(MAX_BEGUN))
+            for target in targets
+        }
         self.address, self.port = parse_listen(listen) if listen else (_own_address(targets), 0)
         self._children = Children()
 
@@ -155,7 +175,7 @@ class SshLauncher:
         host = self._hosts[start.process.node]
         gpus = visible_devices(start.process, host.env)
         own = with_node_variables(
-            {"PYTHONUNBUFFERED": "1", **gpus, **_with_key(start.env)}, host.env
+            {"PYTHONUNBUFFERED": "1", **gpus, **with_key(start.env)}, host.env
         )
         if host.addresses:
             own["HOLMES_ADDRESSES"] = json.dumps(host.addresses)
@@ -167,24 +187,26 @@ class SshLauncher:
             no_folder=NO_FOLDER,
             no_checkout=NO_CHECKOUT,
             no_python=NO_PYTHON,
+            here=shlex.quote(HERE),
         )
         argv = ["ssh", *_arguments(host), "--", host.destination, "/bin/sh"]
         # ssh's own words are compared with SSH_REFUSALS.
         client_env = {**os.environ, "LC_ALL": "C"}
-        ears = _Ears(host, events)
-        self._children.start(start.process.number, argv, client_env, ears, stdin=script)
+        door = self._doors[start.process.node]
+        # One that has let nobody in for so long is not waited at again: the start goes on.
+        is_counted = door.acquire(timeout=0 if door in self._shut else LET_IN_S)
+        if not is_counted:
+            self._shut.add(door)
+        ears = _Ears(host, events, door.release if is_counted else None)
+        try:
+            self._children.start(start.process.number, argv, client_env, ears, stdin=script)
+        except BaseException:
+            ears.let_in()
+            raise
 
     def end(self) -> None:
         self._children.end(patience_s=END_S)
-
-
-def _with_key(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables with the key itself: the host may not have the file."""
-    found = dict(env)
-    if path := found.pop("HOLMES_KEY_FILE", None):
-        found.pop("HOLMES_KEY_DIGEST", None)
-        found["HOLMES_KEY"] = key_files.read_key_file(path).hex()
-    return found
+        self._shut.clear()
 
 
 def for_nodes(topology: Topology, options: LauncherOptions) -> SshLauncher:
@@ -204,17 +226,38 @@ def _arguments(host: SshHost) -> list[str]:
 
 
 class _Ears:
-    """Translates the events of one ssh client: its exit statuses become reasons."""
+    """Translates the events of one ssh client: its exit statuses become reasons.
 
-    def __init__(self, host: SshHost, events: EventSink):
-        self._host, self._events = host, events
+    Args:
+      host: to which it connects.
+      events: receives what the process says.
+      on_entry: is called when the host lets it in, or when it ends.
+    """
+
+    def __init__(
+        self, host: SshHost, events: EventSink, on_entry: Callable[[], None] | None = None
+    ):
+        self._host, self._events, self._on_entry = host, events, on_entry
         self._lines: deque[str] = deque(maxlen=20)
+
+    def let_in(self) -> None:
+        """Lets the next connection begin."""
+        if self._on_entry is not None:
+            self._on_entry()
+            self._on_entry = None
 
     def put(self, event: ProcessEvent) -> None:
         record = event.record
         if isinstance(record, Output):
-            self._lines.append(record.line)
+            line = record.line.removesuffix(HERE)
+            if line != record.line:
+                self.let_in()
+                if not line:
+                    return
+                event = event._replace(record=Output(line=line))  # of the profile of the account
+            self._lines.append(line)
         elif isinstance(record, Exit):
+            self.let_in()
             if failed := self._failed(record.status):
                 event = event._replace(record=failed)
             elif record.status > 128:  # how a shell says that a signal ended its command
@@ -254,6 +297,7 @@ class _Target(NamedTuple):
     name: str  # of the host
     port: int
     is_direct: bool  # not by way of another host
+    first: str  # whose sshd lets it in first: the host, or how it is reached
 
 
 def _targets(nodes: Mapping[str, SshHost], file: str) -> list[_Target]:
@@ -292,7 +336,9 @@ def _target(node: str, host: SshHost) -> _Target:
         raise ConfigError(
             where, problem, found=repr(asked.stdout[:80]), fix="use OpenSSH 6.8 or later"
         )
-    return _Target(node, name, int(port), proxies == ["none", "none"])
+    is_direct = proxies == ["none", "none"]
+    first = f"{name}:{port}" if is_direct else " ".join(proxies)
+    return _Target(node, name, int(port), is_direct, first)
 
 
 def _own_address(targets: Sequence[_Target]) -> str:

@@ -36,8 +36,9 @@ class LauncherKind:
     Args:
       module: has `for_nodes(topology, options)`, which gives a `Launcher`. A module that needs a
         job has `for_job(job, options)`: a launcher, or the exit status of the verb where a
-        scheduler starts the job later.
+        scheduler starts the job later. One that needs to know the job where there is one has both.
       reads: the options that mean something to it: "--hosts".
+      reads_job: `train` gives it the job.
       needs_job: `doctor` and `probe`, which have no job, cannot use it.
       is_here: all nodes are this machine.
       is_passive: somebody else starts the processes, also again, and may give them the key.
@@ -45,13 +46,14 @@ class LauncherKind:
 
     module: str
     reads: Collection[str]
+    reads_job: bool = False
     needs_job: bool = False
     is_here: bool = False
     is_passive: bool = False
 
     def for_job(self, job: "Job", options: LauncherOptions) -> "Launcher | int":
         """Returns a launcher for a job; or an exit status, where the job starts later."""
-        if not self.needs_job:
+        if not (self.needs_job or self.reads_job):
             return self.for_nodes(job.topology, options)
         return cast("Launcher | int", importlib.import_module(self.module).for_job(job, options))
 
@@ -92,6 +94,11 @@ LAUNCHERS: dict[str, LauncherKind] = {
         reads=("--max-restarts", "--options"),
         needs_job=True,
     ),
+    "ray": LauncherKind(
+        module="launch.launchers.ray",
+        reads=("--max-restarts", "--listen", "--options"),
+        reads_job=True,
+    ),
 }
 LAB_READS = ("--max-restarts",)  # a lab starts processes too, and has a verb of its own
 
@@ -118,16 +125,21 @@ def refuse_useless_options(options: Mapping[str, object], reads: Collection[str]
             raise ConfigError(option, problem, found=found, fix=fix)
 
 
+def given_of_agents(args: argparse.Namespace) -> dict[str, object]:
+    """Returns the options of launchers that the arguments of a verb without `--submit` have."""
+    return {"--hosts": args.hosts, "--listen": args.listen, "--options": args.options}
+
+
 def make(kind: LauncherKind, topology: "Topology", args: argparse.Namespace) -> "Launcher":
     """Makes a launcher for the nodes of a topology, before there is a job.
 
     Args:
       kind: a launcher that does not need a job.
       topology: on whose nodes processes are to be started.
-      args: of a verb that has `--hosts` and `--listen`.
+      args: of a verb that has `--hosts`, `--listen` and `--options`.
 
     Raises:
       ConfigError, Mistakes: an option is wrong, or means nothing to the launcher.
     """
-    refuse_useless_options({"--hosts": args.hosts, "--listen": args.listen}, kind.reads)
+    refuse_useless_options(given_of_agents(args), kind.reads)
     return kind.for_nodes(topology, options_of(args))

@@ -159,6 +159,11 @@ def _show_run(config: Config, splits: Splits) -> None:
     if not isinstance(train, Mixed):
         print(f"run         {consumed:,} sequences: {consumed / len(train):.3g} epochs")
         return
+    if by_island := config.data.mixture_by_island:
+        for island, weights in by_island.items():
+            shares = (f"{x / sum(weights.values()):.1%} of {name}" for name, x in weights.items())
+            print(f"run         island {island}: {', '.join(shares)}")
+        return
     counts = train.schedule.counts(consumed).tolist()
     for (name, part), count in zip(train.parts.items(), counts, strict=True):
         epochs = f"{count / len(part):.3g} epochs"

@@ -107,6 +107,7 @@ def _look(job: Job, agents: Agents, *, is_rehearsal: bool, has_gpus: bool) -> It
         * job.config.checkpoint.most_on_disk(run_s),
         streams=job.config.distributed.streams,
         url=job.config.run.dir if places.is_url(job.config.run.dir) else None,
+        has_partners=job.config.checkpoint.partner,
     )
     if has_gpus:
         is_cut = any(stage.mesh.get(Axis.CONTEXT, 1) > 1 for stage in job.plan.stages)

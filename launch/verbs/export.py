@@ -3,7 +3,7 @@
 import argparse
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from holmesjax import job as jobs, units
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import fetching, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import BYTES, ModelConfig, unread_settings
 from holmesjax.config.data_sources import SOURCES
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if base.experts is not None and base.experts.bias_rate:  # which go out as fixed ones
         base = replace(base, experts=replace(base.experts, biased=True))
     config = export.config_of(base, kept if kept.is_dir() else None, args.family, args.dtype)
+    fetching.bring_of_url(found, lambda line: print(line, flush=True))
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     checkpoint = importlib.import_module("holmesjax.checkpoints.restoring")
     restored = checkpoint.restore_layers(found, model, ema=args.ema)
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "peft":
         peft.write(out, model, config["model_type"], values, job_config.model.hf)
         print(f"exported    step {found.step}: adapters of a {config['model_type']} in float32")
-        print(f"written     {out}: {peft.WEIGHTS}")
+        print(f"written     {_files(out, [peft.WEIGHTS])}")
         return 0
     names = export.write(
         out,
@@ -55,11 +56,17 @@ def run(args: argparse.Namespace) -> int:
         kept=kept if kept.is_dir() else None,
         tokenizer=_tokenizer(run_dir, found, kept),
     )
-    files = f"{len(names)} files" if len(names) > 1 else names[0]
     whose = f"the average of step {found.step}" if args.ema else f"step {found.step}"
     print(f"exported    {whose} as a {config['model_type']} in {config['dtype']}")
-    print(f"written     {out}: {files}")
+    print(f"written     {_files(out, names)}")
     return 0
+
+
+def _files(out: Path, weights: Sequence[str]) -> str:
+    """A folder that was written, and what is in it: the files with weights, and all others."""
+    first = f"{len(weights)} files of weights" if len(weights) > 1 else weights[0]
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    return f"{out}: {', '.join([first, *sorted(names - {*weights})])}"
 
 
 def _tokenizer(run_dir: Path, found: Checkpoint, kept: Path) -> FileTokenizer | None:
@@ -123,7 +130,7 @@ def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
     """The checkpoint after a step, or the newest that is whole."""
     if step is None:
         warn = lambda text: print(text, flush=True)
-        if newest := manifest.newest(run_dir, warn):
+        if newest := manifest.newest(run_dir, warn, fetches=True):
             return newest
         fix = f"train it first: python -m launch train {run_dir}"
         raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

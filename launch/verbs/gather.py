@@ -68,7 +68,7 @@ def _stores(job: Job, found: Checkpoint, args: argparse.Namespace) -> Iterator[R
     names = {where["node"] for where in away.values() if not places.is_url(where["folder"])}
     nodes = [process for process in node_processes(job.topology) if process.node in names]
     given = os.environ.get("HOLMES_KEY_FILE") if kind.is_passive else None
-    key_file = Path(given or job.run_dir / f"gather_{os.getpid()}.key")
+    key_file = Path(given or job.run_dir / f"gather_{secrets.token_hex(4)}.key")
     wait_s = PASSIVE_WAIT_S if kind.is_passive else WAIT_S
     with contextlib.ExitStack() as stack:
         if given:

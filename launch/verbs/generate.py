@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         ChatTemplate.load(tokenizer)  # or says why not
         of_run = job.load_config(folder).data.chat_template_kwargs if is_run else None
         of_answers = tokenizer_files.load(tokenizer, {**(of_run or {}), **variables})
+        assert of_answers.template is not None, "ChatTemplate.load has refused others"
+        of_answers.template.refuse_unread(variables, "--chat-template-kwargs")
         known = [of_answers.answer_prompt(messages) for messages in said]
         ends = of_answers.ends
     streams = len(prompts) == 1 and not args.json
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         _print(prompts, found, args)
+    sys.stdout.flush()  # before the line of the other stream, which may go to the same file
     print(rate, file=sys.stderr)
     return 0
 
@@ -101,7 +104,7 @@ def _refuse_wrong(args: argparse.Namespace) -> None:
         found, fix = " ".join(several), "leave all but one out"
         raise ConfigError(" and ".join(several), problem, found=found, fix=fix)
     reads = LAUNCHERS[args.launcher].reads if args.launcher else ()
-    table.refuse_useless_options({"--hosts": args.hosts, "--listen": args.listen}, reads)
+    table.refuse_useless_options(table.given_of_agents(args), reads)
 
 
 def _variables(args: argparse.Namespace, *, is_chat: bool) -> dict[str, Any]:

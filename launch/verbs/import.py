@@ -20,6 +20,7 @@ from holmesjax.data import tokenizer_paths
 from holmesjax.errors import ConfigError, HolmesError, Mistakes
 from holmesjax.files import yaml_files
 from holmesjax.hugging_face import folder, peft
+from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.job import Job
 from holmesjax.layer_specs.model_layers import layers
 from holmesjax.liveness.lease import Lease
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_used(run_dir)
     job = _load(args.run, source, run_dir, args.overrides)
     model, train = job.config.model, job.config.train
-    weights = folder.open_weights(source, replace(model, lora=None))
+    weights = folder.open_weights(source, replace(model, lora=None, fp8=None))
     if model.lora is not None and model.lora.peft is not None:
         peft.open_adapters(Path(model.lora.peft), model)  # as a check
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
@@ -57,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
         keeps.after_commit(0)
     num_parameters = sum(int(np.prod(array["shape"])) for array in arrays.values())
     print(f"imported    {num_parameters:,} parameters of {source}, {weights.dtype}")
-    print(f"train it    python -m launch train {run_dir}")
+    if dropouts := ConfigJson.load(source).dropouts:
+        shares = ", ".join(f"{key} {share:g}" for key, share in dropouts.items())
+        print(f"not used    {shares}: steps drop nothing out")
+    missing = "" if args.run else " data.corpus=CORPUS topology=TOPOLOGY"
+    print(f"train it    python -m launch train {run_dir}{missing}")
     return 0
 
 

@@ -6,8 +6,6 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import rich.console
-
 from holmesjax import config as configs, job_description
 from holmesjax.errors import ConfigError
 from holmesjax.job import Job
@@ -20,8 +18,9 @@ from holmesjax.planner.islands_explained import IslandsExplanation, describe_run
 from holmesjax.planner.planner import make_changed_plan
 from holmesjax.planner.selection import Saying
 from holmesjax.report import trace
-from holmesjax.topology import loading
+from holmesjax.topology import description, loading
 from holmesjax.units import show
+from launch.progress_message import ProgressMessage
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
         _write_trace(job.plan, args.trace)
     pool = job.pool(os.environ)
     usable_memory = pool.usable_memory if pool else USABLE_MEMORY
-    with rich.console.Console(stderr=True).status("planning") as status:
-        say = lambda what: status.update(f"looking at {what}")
+    with ProgressMessage("planning") as say:
         changed = explained = None
         if args.what_if:
             changed = _changed(job, Path(args.target), args.what_if, say, usable_memory)
@@ -50,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         )
         lines += [f"what if     {', '.join(args.what_if)}", *described]
         lines.append(f"            {_difference(job, changed)}")
+        by_device = job.config.distributed.processes == "device"
+        lines += description.changed_ways(job.topology, changed.topology, by_device=by_device)
     print("\n".join(lines))
     return 0
 

@@ -385,11 +385,12 @@ def _write(output: Path, text: str, topology: Topology, session: _Session) -> No
     assert topology.measured is not None
     section = saving.measured_section(topology.measured)
     output.write_bytes(yaml_files.with_section(text, SECTION, section).encode())
+    # The times come before the picture, which takes long where there are many nodes.
+    times = output.with_name(f"{output.stem}_probe.json")
+    times.write_text(json.dumps(_times(session), indent=1) + "\n", encoding="utf-8")
     picture = output.with_name(f"{output.stem}_probe.svg")
     figures = importlib.import_module("holmesjax.report.figures")  # it is slow to import
     figures.measured_ways(topology, session.speeds).savefig(picture)
-    times = output.with_name(f"{output.stem}_probe.json")
-    times.write_text(json.dumps(_times(session), indent=1) + "\n", encoding="utf-8")
     counted = Counter(speed.fabric for speed in session.speeds.values())
     ways = ", ".join(f"{count} over {fabric}" for fabric, count in counted.items())
     print(f"written     {output}, {picture.name}, {times.name}: {ways}")

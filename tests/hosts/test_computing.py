@@ -1,5 +1,7 @@
 """The facts on which the numbers of a process depend, and the settings of JAX that change them."""
 
+import dataclasses
+import importlib
 import os
 import shutil
 import subprocess
@@ -8,11 +10,12 @@ import sys
 import jax
 import pytest
 
-from holmesjax.config import CHECKOUT
+from holmesjax.config import CHECKOUT, OptimizerConfig
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.files import run_folder
 from holmesjax.hosts import computing, jax_settings
 from holmesjax.parallel import platforms
+from tests.hand_made_plans import make_model
 
 FLAG = "--xla_gpu_autotune_level"  # which XLA knows
 
@@ -25,7 +28,7 @@ def test_every_source_file_that_a_process_runs_counts(tmp_path):
 
     def digest() -> str:
         command = [sys.executable, "-c", code]
-        return subprocess.check_output(command, cwd=tmp_path, text=True, timeout=60).strip()
+        return subprocess.check_output(command, cwd=tmp_path, text=True, timeout=240).strip()
 
     assert digest() == computing.source_digest()
     for file in ("kernels/norm.py", "holmesjax/optimizers/adamw.py", "launch/workers.py"):
@@ -42,7 +45,7 @@ def test_flags_and_variables_are_facts_by_name_and_places_are_none():
         "HOME": "/root",
     }
     flags = {FLAG: "2", "--xla_cpu_enable_fast_math": "true"}
-    found = computing.facts(env, [], None)
+    found = computing.facts(env, [], {})
     own = {name: value for name, value in found.items() if name not in computing.PACKAGES}
     assert own.pop("source") == computing.source_digest()
     assert own == {**flags, "NCCL_ALGO": "Ring"}
@@ -52,14 +55,30 @@ def test_flags_and_variables_are_facts_by_name_and_places_are_none():
         assert not computing.is_fact(name)
 
 
-def test_the_file_of_a_model_of_ones_own_is_a_fact(tmp_path, monkeypatch):
+@pytest.mark.parametrize("file", ["alien.py", "alien/layers/norms.py"])
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("model.module", "alien:f"),
+        ("model.pattern", ("block", "alien.layers:f")),
+        ("optimizer.function", "alien:f"),
+    ],
+)
+def test_the_files_of_ones_own_code_are_facts(setting, value, file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "alien_model.py").write_text("def model(settings): ...\n")
+    (tmp_path / "alien" / "layers").mkdir(parents=True)
+    section, _, name = setting.partition(".")
+    sections = {"model": make_model(), "optimizer": OptimizerConfig(learning_rate=1.0)}
+    optax = {"name": "optax"} if section == "optimizer" else {}
+    sections[section] = dataclasses.replace(sections[section], **{name: value}, **optax)
     digests = set()
-    for text in ("def model(settings): ...\n", "def model(settings): return []\n"):
-        (tmp_path / "alien_model.py").write_text(text)
-        digests.add(computing.facts({}, [], "alien_model:model")["source of model.module"])
+    for text in ("def f(settings): ...\n", "def f(settings): return []\n"):
+        (tmp_path / file).write_text(text)
+        importlib.invalidate_caches()
+        facts = computing.facts({}, [], computing.own_sources(**sections))
+        digests.add(facts[f"source of {setting}"])
     assert len(digests) == 2
+    assert computing.is_fact(f"source of {setting}")
 
 
 def test_every_setting_of_jax_is_kept_on_purpose_or_taken_away():
@@ -99,7 +118,7 @@ def test_settings_of_the_shell_are_said_and_have_no_effect(tmp_path):
     )
     command = [sys.executable, "-c", code, "nics"]
     done = subprocess.run(
-        command, env=env, cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+        command, env=env, cwd=CHECKOUT, capture_output=True, text=True, timeout=240
     )
     assert done.stdout == "False True\n", done.stderr
     for name, value in (("JAX_ENABLE_X64", "1"), ("JAX_THREEFRY_PARTITIONABLE", "0")):

@@ -1,6 +1,8 @@
 """The doctor finds what is wrong, says where, and finds nothing where nothing is."""
 
+import functools
 import itertools
+import pwd
 import re
 import socket
 from dataclasses import replace
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from holmesjax import job as jobs
-from holmesjax.hosts import doctor
+from holmesjax.hosts import doctor, shared_memory
 from holmesjax.hosts.agent_messages import FolderFacts, KernelFacts, NicFacts, NoAnswer, NodeFacts
 from holmesjax.plan.processes import domain_fabric, fabric_between
 from holmesjax.topology import loading
@@ -63,6 +65,7 @@ def node(address, gpu, nics):
         mtu_bytes={"local": [65536], "ethernet": [1500]},
         addresses={"local": ["127.0.0.1"], "ethernet": [address]},
         twins=[],
+        loses_memory=False,
     )
 
 
@@ -112,6 +115,23 @@ def test_a_run_folder_in_a_store_is_not_shared(topology, facts):
     found = {finding.what: finding for finding in judge(topology, apart, url="s3://b/x")}
     assert found["run folder"].level == "ok"
     assert found["run folder"].text.startswith("on each node, for s3://b/x, writable")
+
+
+def test_memory_that_goes_with_a_session_holds_no_copies(topology, facts, tmp_path):
+    """Only where the run keeps copies there; the user of the system and one who lingers keep it."""
+    losing = change("b-0", loses_memory=True)(facts)
+    assert {finding.level for finding in judge(topology, losing)} == {"ok"}
+    found = {finding.what: finding for finding in judge(topology, losing, has_partners=True)}
+    assert (found["partner's memory"].level, "on b-0" in found["partner's memory"].text) == (
+        "warning",
+        True,
+    )
+    goes = functools.partial(shared_memory.goes_at_logout, linger=tmp_path, ask=lambda: "b true")
+    user = max((user for user in pwd.getpwall()), key=lambda user: user.pw_uid)
+    assert (goes(0), goes(999), goes(user.pw_uid)) == (False, False, True)
+    assert not goes(user.pw_uid, ask=lambda: "b false")
+    (tmp_path / user.pw_name).touch()
+    assert not goes(user.pw_uid)
 
 
 def change(node, **to):
@@ -227,6 +247,16 @@ def test_a_name_nobody_looks_for_may_lead_anywhere(topology, facts):
     addresses = {"infiniband": ["127.16.0.1"]}
     facts["a-0"] = replace(facts["a-0"], resolves_to="127.0.1.1", addresses=addresses)
     assert {finding.level for finding in judge(topology, facts)} == {"ok"}
+
+
+def test_gpus_that_nvidia_does_not_make_are_not_missed(tmp_path):
+    """NVIDIA's driver, which is asked, knows none of them."""
+    path = tmp_path / "amd.yaml"
+    path.write_text(TOPOLOGY.replace("h100", "mi300x"))
+    facts = {name: node("10.0.0.1", "", []) for name in ("a-0", "a-1")}
+    facts = {name: replace(fact, gpus=[]) for name, fact in facts.items()}
+    found = doctor._gpus(loading.load(path), facts)
+    assert (found.level, "not looked at: mi300x" in found.text) == ("ok", True)
 
 
 def test_a_rehearsal_has_no_gpus(topology, facts):

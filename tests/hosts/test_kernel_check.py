@@ -43,7 +43,7 @@ def judge(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
     said = []
 
-    def run(name, limit_s=120.0, gpus=GPUS, asked=ASKED):
+    def run(name, limit_s=240.0, gpus=GPUS, asked=ASKED):
         attention = f"tests.kernels.attention.planted:{name}"
         check = ["--attention", attention, "--small"]
         said.clear()
@@ -68,16 +68,18 @@ def test_right_kernels_pass_and_are_not_checked_again(judge):
 
 
 @pytest.mark.parametrize(
-    "name, limit_s, problem",
+    "name, is_for_good, problem",
     [
-        ("wrong", 120.0, "2 x 20 tokens, .*: the key gradient is off by"),
-        ("crashing", 120.0, "2 x 20 tokens, .*: the check ended with signal 11: "),
-        ("raising", 120.0, "2 x 20 .*: the check ended with exit status 1: RuntimeError: CUDA_ERR"),
+        ("wrong", True, "2 x 20 tokens, .*: the key gradient is off by"),
+        ("crashing", False, "2 x 20 tokens, .*: the check ended with signal 11: "),
+        ("raising", False, "2 x 20 .*: the check ended with exit status 1: RuntimeError: CUDA_ERR"),
     ],
 )
-def test_a_failure_is_named_and_kept(judge, name, limit_s, problem):
-    found, said = judge(name, limit_s)
+def test_a_failure_is_named_and_kept(judge, name, is_for_good, problem):
+    """Only a wrong number is a kernel's fault: another may have had the GPU's memory."""
+    found, said = judge(name, 120.0)
     assert re.search(problem, found.problem)
+    assert found.has_ended == is_for_good
     assert said == [CHECKING, WARNING]
     assert judge("right") == (found, [])
 
@@ -229,7 +231,7 @@ def test_a_check_ends_by_itself_where_its_caller_is_gone():
         [sys.executable, "-m", "kernels.attention.check", *words, "--limit-s", "0.1"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == -signal.SIGALRM
 

@@ -90,6 +90,52 @@ def test_reasons(name, sentence, tmp_path):
     assert sentence in map(str, found(HOSTS[name], tmp_path).nics)
 
 
+def pod(*, layer: str, files: bool) -> host_files.Tree:
+    """A pod with a virtual function, which shares the RDMA of its host, or that host itself."""
+    own, other, function = (f"pci0000:00/0000:00:0{n}.0" for n in (1, 2, 3))
+    gids = lambda ip, net: host_files.roce_gids(ip, net) if layer == "Ethernet" else None
+    tree = recorded_hosts.LO | host_files.net("eth0") | host_files.default_route("eth0")
+    tree |= host_files.rdma_of(own, "mlx5_0")
+    rows = [("mlx5_0", own, "10.2.0.1", "ens1", ""), ("mlx5_1", other, "10.2.0.8", "net1", own)]
+    for name, on, ip, net, physfn in [*rows, ("mlx5_2", function, "10.2.0.9", "net1", own)]:
+        tree |= host_files.hca(name, on, layer=layer, gids=gids(ip, net), physfn=physfn)
+        number, is_here = int(name[-1]), not files or name == "mlx5_2"
+        tree |= host_files.verbs(number, name, is_here=is_here)
+    names = ["net1"] if files else ["ens1"]
+    for name in names if layer == "Ethernet" else []:
+        tree |= host_files.net(name, function if files else own)
+    return tree
+
+
+@pytest.mark.parametrize("layer, fabric", [("InfiniBand", "infiniband"), ("Ethernet", "roce")])
+def test_a_pod_has_the_devices_of_its_own_and_its_host_all(tmp_path, layer, fabric):
+    """The kernel shows a pod all devices of its host, unless it is told to part them."""
+    for files, name, ip in ((True, "mlx5_2", "10.2.0.9"), (False, "mlx5_0", "10.2.0.1")):
+        root = materialise(pod(layer=layer, files=files), tmp_path / str(files))
+        host = discover(root, addresses={"eth0": ["10.0.0.4"], "net1": [ip], "ens1": [ip]}, gpus=())
+        rdma = {nic.name: nic for nic in host.nics if nic.port}
+        assert [name for name, nic in rdma.items() if nic.fabric] == [f"{name} port 1"]
+        assert rdma[f"{name} port 1"].fabric == fabric
+        assert ("not in the /dev/infiniband" in rdma["mlx5_1 port 1"].reason) == files
+        if fabric == "roce":
+            assert nics.addresses(host)["roce"] == [ip]
+
+
+def test_a_gid_is_of_the_interface_that_has_its_address(tmp_path):
+    """Pods that share one device have interfaces of one name, and its table has those of all."""
+    gids = host_files.roce_gids("10.9.0.1", "ens1np0")
+    for index, ip in enumerate(("10.9.0.76", "10.9.0.77", "10.9.0.78"), 7):
+        gids[index] = (host_files.mapped(ip), "RoCE v2", "net1")
+    on = "pci0000:00/0000:00:01.0"
+    tree = recorded_hosts.LO | host_files.net("net1", kind="macvlan")
+    tree |= host_files.hca("mlx5_0", on, layer="Ethernet", gids=gids)
+    root = materialise(tree, tmp_path)
+    host = discover(root, addresses={"net1": ["10.9.0.77"]}, gpus=())
+    assert [gid.index for gid in nic(host, "mlx5_0 port 1").gids] == [8]
+    unknown = discover(root, addresses={}, gpus=())
+    assert [gid.index for gid in nic(unknown, "mlx5_0 port 1").gids] == [7, 8, 9]
+
+
 def test_facts_of_interfaces_and_ports(tmp_path):
     host = found(HOSTS["dgx_infiniband"], tmp_path)
     port = nic(host, "mlx5_10 port 1").port

@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,8 @@ from holmesjax.planner.mesh_order import Paths, place
 from holmesjax.report import figures
 from holmesjax.topology import description, loading, saving
 from holmesjax.topology.probe_speed import ProbeSpeed
-from tests.jobs import ROOT, free_listen, run_launch, run_launch_here
+from launch.verbs import probe as probe_verb
+from tests.jobs import HANG_S, ROOT, free_listen, run_launch, run_launch_here
 from tests.labs import needs_lab
 
 UNEQUAL = """\
@@ -325,6 +327,42 @@ def test_the_picture_has_a_square_for_each_way(tmp_path):
     }
 
 
+class Walked(list):
+    """Nodes in which nobody looks for one after the other."""
+
+    def index(self, *_):
+        raise AssertionError("a walk over all nodes")
+
+
+def test_only_rounds_that_are_measured_are_made(monkeypatch):
+    made, tournament = [], probe.tournament
+
+    def counted(nodes):
+        for met in tournament(nodes):
+            made.append(met)
+            yield met
+
+    monkeypatch.setattr(probe, "tournament", counted)
+    phase = probe._inside("a", "ethernet", Walked(f"a-{i}" for i in range(65)))
+    assert len(made) == probe.MAX_ROUNDS
+    assert len(phase.steps) == 2 * probe.MAX_ROUNDS
+    assert phase.left_out == f"{65 - probe.MAX_ROUNDS} of 65 rounds of pairs"
+
+
+def test_all_times_are_written_before_the_picture(monkeypatch, tmp_path):
+    topology = load(tmp_path, UNEQUAL + MEASURED + PAIR % ("a-0, a-1", "infiniband", "1 Gb/s"))
+    session = SimpleNamespace(speeds={("a-0", "b-0"): speed_of(1e6)}, together={})
+
+    def killed(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(figures, "measured_ways", killed)
+    with pytest.raises(InterruptedError):
+        probe_verb._write(tmp_path / "t.yaml", UNEQUAL, topology, session)
+    [way] = json.loads((tmp_path / "t_probe.json").read_text())["pairs"]
+    assert (way["from"], way["to"]) == ("a-0", "b-0")
+
+
 # ---- the verb -------------------------------------------------------------------------------
 
 
@@ -441,7 +479,7 @@ def test_signals_take_away_the_key_file_of_a_probe(tmp_path):
             assert (tmp_path / "agents.key").exists()
             verb.send_signal(signal.SIGHUP)
             verb.send_signal(signal.SIGTERM)
-            assert verb.wait(60) in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+            assert verb.wait(HANG_S) in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
         finally:
             verb.kill()
     assert not (tmp_path / "agents.key").exists()
@@ -471,8 +509,8 @@ def test_addresses_that_cannot_be_are_told_of(tmp_path):
             mine = {"HOLMES_PROCESS": str(number), "HOLMES_ADDRESSES": said}
             env = {**os.environ, **common, **mine}
             processes.append(subprocess.Popen([*command, "agent"], cwd=ROOT, env=env))
-        output, _ = verb.communicate(timeout=60)
-        assert [process.wait(60) for process in processes] == [1, 0, 0, 0, 0, 0]
+        output, _ = verb.communicate(timeout=HANG_S)
+        assert [process.wait(HANG_S) for process in processes] == [1, 0, 0, 0, 0, 0]
     finally:
         for process in processes:
             process.kill()

@@ -15,7 +15,7 @@ from holmesjax.errors import PeerError
 from holmesjax.plan.processes import Process
 from launch.failure_causes import cause_of
 from launch.failure_messages import error_of
-from launch.holdups import Standstill, behind
+from launch.holdups import Standstill, behind, missed_by
 from launch.launchers import slurm, ssh
 
 
@@ -118,6 +118,31 @@ def death(launcher: str, victim: int, number: int) -> list[ProcessEvent]:
     return lost + [event for event in heard.queue if isinstance(event.record, Exit)]
 
 
+@pytest.mark.parametrize(
+    "lines, problem, status",
+    [
+        (["kex_exchange_identification: Connection closed by remote host"], "ended the", 75),
+        (
+            ["me@gateway: Permission denied (publickey).", "kex_exchange_identification: read: x"],
+            "does not let this user in",
+            2,
+        ),
+        (["Read from remote host a: Connection reset by peer"], "connection broke", 75),
+    ],
+)
+def test_a_gateway_that_takes_no_more_connections_is_named(lines, problem, status):
+    """Its sshd drops some that begin together; what ssh said before that counts more."""
+    heard: queue.Queue[ProcessEvent] = queue.Queue()
+    ears = ssh._Ears(SimpleNamespace(destination="host"), heard)
+    for line in [*lines, "Connection closed by UNKNOWN port 65535"]:
+        ears.put(ProcessEvent(0, Output(line=line)))
+    ears.put(ProcessEvent(0, Exit(status=255)))
+    failed = heard.queue[-1].record
+    assert problem in failed.problem
+    assert failed.exit_status == status
+    assert ("MaxStartups" in failed.fix) == (problem == "ended the")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_death_is_the_cause_of_what_the_others_report(launcher):
     """By every signal, of every process, whoever is heard first; and the job may start again."""
@@ -216,3 +241,27 @@ BUSY, WAITED = "was busy in step 5", "waited for F0 in step 5"
 )
 def test_the_one_that_nothing_waits_for_holds_up_a_job(states, blamed):
     assert behind({i: Standstill(**state) for i, state in enumerate(states)}) == blamed
+
+
+@pytest.mark.parametrize(
+    "problem, is_missed",
+    [
+        ("JaxRuntimeError: INTERNAL: Gloo all-reduce failed: Timed out waiting 30000ms", True),
+        ("JaxRuntimeError: INTERNAL: NCCL operation timed out", True),
+        ("JaxRuntimeError: DEADLINE_EXCEEDED: no answer in 60 s", True),
+        ("TimeoutError: [Errno 110] Connection timed out: '/data/a.bin'", False),
+        ("OSError: [Errno 5] read timeout", False),
+        ("ValueError: DEADLINE_EXCEEDED: Error reading a file", False),
+        ("JaxRuntimeError: INTERNAL: Gloo all-reduce failed: Connection reset by peer", False),
+    ],
+)
+def test_others_are_late_only_for_what_has_waited_for_them(problem, is_missed):
+    """A process whose file system gives no answer has waited for no neighbour."""
+    controller = SimpleNamespace(
+        position=lambda number: (22 - number, 0),
+        status=lambda number: "was busy",
+        waits_in=lambda number: "",
+    )
+    record = Failed(exit_status=75, where="", problem=problem, is_own=False)
+    late = missed_by(record, PROCESSES[0], PROCESSES, controller)
+    assert late == ([PROCESSES[2]] if is_missed else [])

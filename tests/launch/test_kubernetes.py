@@ -26,7 +26,7 @@ from holmesjax.transport import key_files
 from launch.launchers import kubernetes
 from launch.launchers.components import read_options
 from launch.launchers.kubernetes_options import KubernetesOptions, mistakes
-from tests.jobs import ROOT, compiling_once, write_run
+from tests.jobs import HANG_S, ROOT, compiling_once, free_listen, write_run
 from tests.launch.gpu_jobs import GPUS, gpu_job
 from tests.launch.schemas import schema
 from tests.one_device import RTOL
@@ -257,15 +257,33 @@ def test_a_replicated_job_for_each_cluster_and_one_for_the_launcher(tmp_path, ca
         )
 
 
+def test_pods_for_each_device_of_a_node_are_refused(tmp_path, capsys):
+    """NCCL takes pods for hosts of their own, and Kubernetes may place them so."""
+    job = gpu_job(tmp_path, "distributed.processes=device")
+    with pytest.raises(HolmesError, match="processes: must be node on Kubernetes"):
+        write(tmp_path, job, capsys)
+    assert not (job.run_dir / "jobset.yaml").exists()
+
+
+@pytest.mark.parametrize("names", [("a_b", "a-b"), ("a", "launcher")])
+def test_two_replicated_jobs_of_one_name_are_refused(tmp_path, capsys, names):
+    job = jobs.load(write_run(tmp_path, dict.fromkeys(names, (1,))))
+    with pytest.raises(HolmesError, match="two replicated jobs that Kubernetes would call"):
+        write(tmp_path, job, capsys)
+
+
 @contextlib.contextmanager
-def pods(objects, folder: Path, key_file: Path):
-    """Starts a pod's command here, with its variables, once its `dependsOn` allows it."""
+def pods(objects, folder: Path, key_file: Path, host: str):
+    """Starts a pod's command here, with its variables, once its `dependsOn` allows it.
+
+    The launcher's address is `host`.
+    """
     settings, _ = objects
     here = {
         kubernetes.SETTINGS_DIR: str(folder),
         f"{kubernetes.KEY_DIR}/job.key": str(key_file),
-        "$(HOLMES_POD_IP)": "127.0.0.1",
-        "run-launcher-0-0.run": "127.0.0.1",
+        "$(HOLMES_POD_IP)": host,
+        "run-launcher-0-0.run": host,
     }
 
     def local(text: str) -> str:
@@ -301,17 +319,15 @@ def pods(objects, folder: Path, key_file: Path):
 def test_the_pods_of_a_manifest_train(tmp_path, capsys, monkeypatch):
     for name, value in compiling_once(tmp_path).items():
         monkeypatch.setenv(name, value)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    host, port = free_listen().split(":")
     job = jobs.load(write_run(tmp_path, CLUSTERS), SETTINGS)
     objects, _ = write(tmp_path, job, capsys, port=port)
     found = replicated(objects[1])
     assert list(found) == ["launcher", "a", "b-2"]
-    with pods(objects, tmp_path, job.run_dir / "kubernetes.key") as start:
+    with pods(objects, tmp_path, job.run_dir / "kubernetes.key", host) as start:
         launcher = start(found["launcher"], 0)
-        deadline_s = time.monotonic() + 120  # a hang guard
-        while not is_ready(port):
+        deadline_s = time.monotonic() + HANG_S
+        while not is_ready(host, int(port)):
             assert launcher.poll() is None, launcher.stdout.read()
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
@@ -320,19 +336,19 @@ def test_the_pods_of_a_manifest_train(tmp_path, capsys, monkeypatch):
             for entry in list(found.values())[1:]
             for index in range(entry["template"]["spec"]["completions"])
         ]
-        output, _ = launcher.communicate(timeout=120)
+        output, _ = launcher.communicate(timeout=HANG_S)
         assert launcher.returncode == 0, output
-        assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+        assert [worker.wait(HANG_S) for worker in workers] == [0, 0, 0]
     records = metrics.read(tmp_path / "volume/run")
     assert [record["step"] for record in records] == list(range(1, 7))
     losses = [record["loss"] for record in records]
     np.testing.assert_allclose(losses, plain_losses(*SETTINGS), rtol=RTOL)
 
 
-def is_ready(port: int) -> bool:
+def is_ready(host: str, port: int) -> bool:
     """The readiness probe asks so."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection((host, port), timeout=1).close()
     except OSError:
         return False
     return True

@@ -15,7 +15,7 @@ from holmesjax.errors import REQUEUE
 from holmesjax.liveness import lease
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
-from tests.jobs import ROOT, run_launch, run_launch_here
+from tests.jobs import HANG_S, ROOT, run_launch, run_launch_here
 
 # One worker runs them all: they share what is made once.
 pytestmark = pytest.mark.xdist_group("launch")
@@ -156,7 +156,7 @@ def test_interrupted_runs_resume_bit_for_bit(finished, run_file, tmp_path):
                     process.send_signal(number)
                     break
             seen += process.stdout.readlines()
-            assert process.wait(60) == status, "".join(seen)
+            assert process.wait(HANG_S) == status, "".join(seen)
         finally:
             process.kill()
             process.stdout.close()

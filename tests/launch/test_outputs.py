@@ -22,7 +22,7 @@ from launch.loop_watch import LoopWatch
 from launch.outputs import QueuedStream
 from launch.process_logs import ProcessLogs
 from tests.disks import files_of_at_most
-from tests.jobs import ROOT, run_launch, write_run
+from tests.jobs import HANG_S, ROOT, run_launch, write_run
 
 PIPE_BYTES = 4096
 
@@ -46,7 +46,7 @@ def test_a_pipe_that_nobody_reads_drops_the_oldest_text_and_says_so(pipe, monkey
         print(line, end="", file=stream, flush=True)  # none of them waits
     stream.drain(0.1)
     content = b""
-    end = threading.Timer(5.0, os.close, (writing,))
+    end = threading.Timer(60.0, os.close, (writing,))  # a hang guard
     end.start()
     while b"line 1999" not in content:
         content += os.read(reading, 65536)
@@ -75,8 +75,9 @@ def settings(tmp_path, steps):
 
 
 def steps_of(tmp_path):
+    """The steps whose lines are whole: the last one may be on its way to the file."""
     with contextlib.suppress(OSError):
-        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        *lines, _ = (tmp_path / "run/metrics.jsonl").read_text().split("\n")
         return [json.loads(line)["step"] for line in lines]
     return []
 
@@ -91,7 +92,7 @@ def test_a_run_goes_on_whether_its_console_is_gone_or_not_read(pipe, goes, tmp_p
         os.read(reading, 10)
         os.close(reading)
     try:
-        _, errors = run.communicate(timeout=120)
+        _, errors = run.communicate(timeout=HANG_S)
     finally:
         run.kill()
     assert run.returncode == 0, errors
@@ -102,7 +103,7 @@ def test_a_run_goes_on_whether_its_console_is_gone_or_not_read(pipe, goes, tmp_p
 def test_a_run_whose_outputs_were_closed_before_it_began_trains(tmp_path):
     words = [sys.executable, "-m", "launch", "train", *settings(tmp_path, 3)]
     command = " ".join(words) + " --launcher local >&- 2>&-"
-    done = subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=HANG_S, check=False)
     assert (done.returncode, steps_of(tmp_path)) == (0, [1, 2, 3])
 
 
@@ -120,6 +121,11 @@ def test_a_log_that_finds_no_room_ends_nothing_and_says_what_is_missing(tmp_path
     assert logs.told(0) == ""  # no file is named that is not there
     assert lines == ["first", "[2 lines are missing: they could not be written]", "fourth"]
     assert logs.last_lines(0) == ("first", "second", "third", "fourth")
+    logs.folder.rmdir()
+    logs.write(0, "fifth")
+    logs.write(0, "sixth")
+    lines = logs.path(0).read_text().splitlines()
+    assert lines == ["[1 lines are missing: they could not be written]", "sixth"]
 
 
 @pytest.mark.parametrize("launcher", [[], ["--launcher", "local"]])
@@ -129,11 +135,11 @@ def test_a_hangup_is_a_stop(launcher, tmp_path):
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + HANG_S
         while len(steps_of(tmp_path)) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.1)
         run.send_signal(signal.SIGHUP)
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=HANG_S)
     finally:
         run.kill()
     assert run.returncode == REQUEUE, errors

@@ -15,7 +15,7 @@ import yaml
 
 from holmesjax.config import CHECKOUT
 from holmesjax.report import metrics
-from tests.jobs import ROOT, compiling_once, free_listen, write_run
+from tests.jobs import HANG_S, ROOT, compiling_once, free_listen, write_run
 from tests.launch.schemas import schema
 from tests.one_device import RTOL
 from tests.plain_losses import plain_losses
@@ -25,7 +25,6 @@ LAUNCHER, RELAY, SITE = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 CLUSTERS = {"a": (1, 1), "b": (1,)}
 NUMBERS = {"a": "0,1", "b": "2"}
 SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=6"]
-HANG_S = 150
 # Stands for Slurm's. Its first tasks are lost, so the site starts them again.
 SRUN = """\
 #!{python}

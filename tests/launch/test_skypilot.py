@@ -22,7 +22,7 @@ from holmesjax.errors import HolmesError
 from holmesjax.report import metrics
 from launch.launchers import skypilot
 from launch.launchers.table import LauncherOptions
-from tests.jobs import ROOT, compiling_once, free_listen, write_run
+from tests.jobs import HANG_S, ROOT, compiling_once, free_listen, write_run
 from tests.launch.gpu_jobs import gpu_job
 from tests.one_device import RTOL
 from tests.plain_losses import plain_losses
@@ -46,7 +46,6 @@ clusters:
 """
 CLUSTERS = {"a": (1, 1), "b": (1,)}
 SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=6"]
-HANG_S = 150
 
 
 def write(tmp_path, job, text=EVERYTHING, **options) -> dict[str, dict]:
@@ -98,13 +97,17 @@ def bash(script, folder: Path, **env) -> subprocess.CompletedProcess:
 
 
 def test_each_process_of_a_node_starts_again_until_it_is_done(tmp_path):
-    """Nodes have two processes each; what another one does is nothing to them."""
+    """Nodes have four processes each; what another one does is nothing to them.
+
+    Each sees a GPU of its own.
+    """
     text = EVERYTHING.replace("python3.12", str(tmp_path / "python"))
     tasks = write(tmp_path, gpu_job(tmp_path, "distributed.processes=device"), text=text)
     assert "i < 4" in tasks["run-ampere"]["run"]
     script = tasks["run-ampere"]["run"].replace("sleep 5", "sleep 0.01")
     (tmp_path / "python").write_text(f"""#!/bin/sh
-echo "$HOLMES_PROCESS $HOLMES_ADVERTISED $HOLMES_KEY_FILE $*" >> {tmp_path}/calls
+said="$HOLMES_PROCESS gpu=$CUDA_VISIBLE_DEVICES $HOLMES_ADVERTISED $HOLMES_KEY_FILE $*"
+echo "$said" >> {tmp_path}/calls
 last=$(grep -c "^$HOLMES_PROCESS " {tmp_path}/calls)
 set -- $STATUSES
 shift $((last - 1))
@@ -117,9 +120,13 @@ exit $1
     assert (lost.returncode, "prints no address: '<html>'" in lost.stdout) == (2, True)
     key = tmp_path / "home/.holmesjax/run.key"
     key.touch(0o644)
-    for statuses, rank, ends in (("1 137 75 0", "1", 0), ("75 2", "0", 2)):
+    for statuses, rank, ends, visible in (
+        ("1 137 75 0", "1", 0, {}),
+        ("0", "0", 0, {"CUDA_VISIBLE_DEVICES": "7,5,3,1"}),
+        ("75 2", "0", 2, {}),
+    ):
         (tmp_path / "calls").unlink(missing_ok=True)
-        env = {"SKYPILOT_NODE_RANK": rank, "STATUSES": statuses}
+        env = {"SKYPILOT_NODE_RANK": rank, "STATUSES": statuses, **visible}
         done = bash(script, tmp_path / "home", **env)
         assert done.returncode == ends, done.stderr
         calls = (tmp_path / "calls").read_text().splitlines()
@@ -128,8 +135,11 @@ exit $1
         assert {call.split()[0] for call in calls} <= {*mine}
         if ends == 0:  # a mistake of one ends the script at once
             assert len(calls) == 4 * len(statuses.split())
+            gpus = visible.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+            given = {tuple(call.split()[:2]) for call in calls}
+            assert given == {(n, f"gpu={gpu}") for n, gpu in zip(mine, gpus, strict=True)}
         rest = rf'{{"ethernet": \["[0-9.]+"\]}} {key} -m launch worker /shared/run'
-        assert all(re.fullmatch(rf"\d+ {rest}", call) for call in calls), calls
+        assert all(re.fullmatch(rf"\d+ gpu=\d {rest}", call) for call in calls), calls
     assert key.stat().st_mode & 0o777 == 0o600
 
 

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
 from holmesjax import job as jobs
+from holmesjax.distributed import worker
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hosts import nics
@@ -31,12 +33,15 @@ from launch.launchers import slurm, slurm_options
 from launch.launchers.components import make_components
 from launch.launchers.launcher import ProcessStart
 from launch.launchers.slurm_options import SlurmOptions
-from tests.jobs import ROOT, RunningJob, write_run
+from tests.jobs import HANG_S, ROOT, RunningJob, unused_ports, write_run
 from tests.launch.gpu_jobs import CLUSTERS, GPUS, gpu_job
 from tests.one_device import RTOL
 from tests.plain_losses import plain_losses
 
-STEPS = 60
+# A new worker would start a Slurm of its own.
+pytestmark = pytest.mark.xdist_group("slurm")
+
+STEPS = 200  # far more than are done until a signal has come
 SETTINGS = ["model.num_layers=2", "model.width=16", f"train.steps={STEPS}", "checkpoint.every=20"]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -79,11 +84,7 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)  # munge wants to be reached
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(4)]
-        for sock in sockets:
-            sock.bind(("", 0))
-        ports = [sock.getsockname()[1] for sock in sockets]
+    ports = unused_ports(4)
     config = folder / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
     config.write_text(CONFIG.format(folder=folder, ports=ports, host=host))
@@ -129,8 +130,8 @@ def nudge(env, number: str) -> None:
         ask(env, "scontrol", "update", f"JobId={number}+1", "StartTime=now")
 
 
-def wait_until(condition, timeout_s=120.0):  # a hang guard
-    deadline_s = time.monotonic() + timeout_s
+def wait_until(condition):
+    deadline_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline_s, "it does not come"
         time.sleep(0.05)
@@ -140,7 +141,7 @@ def workers(run_dir: Path) -> dict[int, int]:
     """Process ids, by the number in the job, from what tells a process who it is."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, KeyError):  # it ends, and has no variables any more
             line = path.read_text().split("\0")
             if line[1:4] == ["-m", "launch", "worker"] and line[4] == str(run_dir):
                 env = (path.parent / "environ").read_text().split("\0")
@@ -240,7 +241,7 @@ def test_an_allocation_of_another_size_is_refused(cluster, tmp_path):
     argv = ["salloc", "-N1", sys.executable, "-m", "launch", "train", run_file]
     argv += ["--launcher", "slurm", *SETTINGS]
     done = subprocess.run(
-        argv, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        argv, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 2, done.stderr
     assert "the plan needs 2 nodes for a" in done.stderr
@@ -284,6 +285,46 @@ def test_a_cluster_has_its_own_run_folder(tmp_path, monkeypatch):
         slurm.write(job, None, listen=None, max_restarts=None, submit=False)
 
 
+def test_each_step_has_the_gpus_and_the_memory_of_its_own_component(tmp_path, monkeypatch):
+    """The batch script has the values of the first one, which srun would take for all."""
+    job, started = gpu_job(tmp_path), []
+    monkeypatch.setattr(slurm.SlurmLauncher, "_hosts", lambda self: {})
+    env = {"SLURM_GPUS_PER_NODE": "8", "SLURM_MEM_PER_NODE": "900", "SLURM_CPUS_PER_TASK": "96"}
+    env |= {"SLURM_MEM_PER_NODE_HET_GROUP_0": "900", "SLURM_MEM_PER_NODE_HET_GROUP_1": "400"}
+    launcher = slurm.SlurmLauncher(job, env, "127.0.0.1", SlurmOptions())
+    take = lambda n, argv, variables, _: started.append((argv, variables))
+    monkeypatch.setattr(launcher._children, "start", take)
+    for process in make_processes(job.plan, job.topology, job.config.distributed.processes):
+        start = ProcessStart(process=process, command=["worker"], env={"HOLMES_PROCESS": "0"})
+        launcher.start(start, queue.SimpleQueue())
+    for (argv, variables), gpus, memory in zip(started, ("8", "4"), ("900", "400"), strict=True):
+        assert [word for word in argv if "gpu" in word] == [f"--gpus-per-node={gpus}"]
+        assert variables["SLURM_MEM_PER_NODE"] == memory
+        assert not {"SLURM_GPUS_PER_NODE", "SLURM_CPUS_PER_TASK"} & variables.keys()
+
+
+def test_each_of_several_processes_of_a_node_takes_its_own_gpus(tmp_path, monkeypatch):
+    """Slurm shows each of them all, since NCCL would lose NVLink between GPUs that it hides."""
+    job = gpu_job(tmp_path, "distributed.processes=device")
+    launcher = slurm.SlurmLauncher.__new__(slurm.SlurmLauncher)
+    launcher._components, launcher._options = make_components(job), SlurmOptions()
+    options = launcher._srun(launcher._components[1])
+    assert [word for word in options if "gpu" in word] == ["--gpus-per-node=4"]
+    monkeypatch.setattr(worker.jobs, "load_saved", lambda folder: job)
+    monkeypatch.setattr(worker, "join_store", lambda *_: None)
+    seen = []
+    kind = lambda job, environment, processes, env, *_: SimpleNamespace(
+        run=lambda: seen.append(env["CUDA_VISIBLE_DEVICES"])
+    )
+    kind.trains = True
+    for number in range(4):
+        env = {"SLURM_PROCID": str(number), "HOLMES_PROCESSES": "19,18,17,16"}
+        env |= {"HOLMES_CONTROLLER": "10.0.0.1:7000", "HOLMES_KEY": "00" * 32}
+        env |= {"HOLMES_ADDRESSES": "{}", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+        worker.work(str(tmp_path), env, kind)
+    assert seen == ["3", "2", "1", "0"]
+
+
 def test_the_file_has_a_component_for_each_cluster(tmp_path):
     text = script_of(tmp_path)
     first, second = text.split("#SBATCH hetjob\n")
@@ -319,6 +360,13 @@ def test_components_list_every_process_once_node_by_node(tmp_path):
         ("b-1", 1, 1),
     ]
     assert [process.node for process in components[1].processes] == ["b-0", "b-0", "b-2", "b-2"]
+
+
+def test_no_two_components_have_one_name(tmp_path):
+    """The second kind of node of a cluster has a number that no other cluster's name has."""
+    run_file = write_run(tmp_path, {"a": (2, 1, 2), "a-1": (1,)})
+    job = jobs.load(run_file, ["train.global_batch=20", "distributed.processes=device"])
+    assert [c.name for c in make_components(job)] == ["a", "a-2", "a-1"]
 
 
 def test_nothing_of_this_machine_is_in_the_file(tmp_path, monkeypatch):

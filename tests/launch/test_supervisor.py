@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -12,12 +13,19 @@ import pytest
 
 import launch.attempt
 from holmesjax import job as jobs
-from holmesjax.checkpoints import committed, committing, manifest, second_reading, skipped_data
+from holmesjax.checkpoints import (
+    committed,
+    committing,
+    manifest,
+    resume,
+    second_reading,
+    skipped_data,
+)
 from holmesjax.checkpoints.scrub import Scrub
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.messages import Done, Up
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
-from holmesjax.liveness import helper_process
+from holmesjax.liveness import helper_process, hung_main_thread
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics, recorder
 from holmesjax.runtime.step_timeout import Progress
@@ -29,7 +37,7 @@ from launch.process_logs import is_noise
 from launch.restarts import RECORD, Restarts
 from launch.supervisor import Supervisor
 from tests.disks import disk
-from tests.jobs import write_run
+from tests.jobs import HANG_S, write_run
 from tests.scripted_member import ScriptedLauncher
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}
@@ -47,6 +55,12 @@ def loops_stand_still_unpunished(monkeypatch):
     """
     go_on = lambda *_: None
     monkeypatch.setattr(launch.attempt, "LoopWatch", functools.partial(LoopWatch, end=go_on))
+
+
+@pytest.fixture(autouse=True)
+def no_end_of_this_process(monkeypatch):
+    """A launcher that is to leave ends its process some time later, which here is pytest's."""
+    monkeypatch.setattr(hung_main_thread, "end_within", lambda *_: None)
 
 
 def supervise(tmp_path, *scripts, settings=(), **options):
@@ -112,7 +126,7 @@ def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(
     turns = count_turns(monkeypatch, Attempt, "_ask_for_stacks")
     starting = [["status", "was starting JAX"], ["tell", "beat"]]
     scripts = {0: starting, 1: [*starting, ["exit", -signal.SIGSTOP]], 2: starting}
-    supervisor, _ = supervise(tmp_path, scripts, settings=["distributed.start_timeout_s=6"])
+    supervisor, _ = supervise(tmp_path, scripts, settings=["distributed.start_timeout_s=12"])
     with pytest.raises(PeerError, match="not ready to train") as error:
         supervisor.run()
     assert error.value.where == "a/a-1 (stage 0, process 1)"
@@ -123,9 +137,9 @@ def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(
 class SlowSigns(Progress):
     """Each sign of progress comes after most of the limit; `now_s` is what the clock shows."""
 
-    def __init__(self, config):
+    def __init__(self, config, train):
         self.now_s, self._between_s = 0.0, 0.75 * config.start_timeout_s
-        super().__init__(config, lambda: self.now_s)
+        super().__init__(config, train, lambda: self.now_s)
 
     def _note(self):
         self.now_s += self._between_s
@@ -136,8 +150,8 @@ def test_a_start_may_take_as_long_as_there_is_progress(tmp_path, monkeypatch):
     """Signs of progress take longer than the limit together; then one has none for as long."""
     made = []
 
-    def make(config):
-        made.append(SlowSigns(config))
+    def make(*configs):
+        made.append(SlowSigns(*configs))
         return made[-1]
 
     monkeypatch.setattr(launch.attempt, "Progress", make)
@@ -223,12 +237,29 @@ def test_one_that_hangs_is_named_in_time_with_what_the_others_wait_for(tmp_path)
     up = ["tell", "up"]
     hanging = {2: [up, ["exit", -signal.SIGSTOP]], 1: [up]}
     waiting = {0: [up, ["status", "waited for F0 of b/b-0"]]}
-    limit = ["distributed.heartbeat_timeout_s=12"]  # the others may stand still for a while
+    limit = ["distributed.heartbeat_timeout_s=24"]  # the others may stand still for a while
     supervisor, _ = supervise(tmp_path, hanging | waiting, settings=limit)
     with pytest.raises(PeerError, match="has been silent for") as error:
         supervisor.run()
     assert error.value.where == "b/b-0 (stage 1, process 2)"
     assert "a/a-0 (stage 0) waited for F0 of b/b-0" in str(error.value.found)
+
+
+def test_of_a_collective_that_times_out_the_one_that_did_not_come_is_named(tmp_path):
+    """It lives, and whoever has waited for it says so first."""
+    timeout = {"where": "", "problem": "JaxRuntimeError: Gloo ReduceScatter failed: Read timeout"}
+    up, step = ["tell", "up"], ["begin", "step", 22]
+    scripts = {
+        0: [up, step, ["sleep", 0.5], told(timeout, 75)],
+        1: [up, ["status", "was saving a checkpoint"], ["begin", "checkpoint", 21]],
+        2: [up, ["status", "was saving a checkpoint"], ["begin", "checkpoint", 21]],  # a stage on
+    }
+    supervisor, _ = supervise(tmp_path, scripts)
+    with pytest.raises(PeerError, match="was waited for in vain by a/a-0: JaxRuntimeErr") as error:
+        supervisor.run()
+    assert error.value.where == "a/a-1 (stage 0, process 1)"
+    assert "a/a-1 (stage 0) was saving a checkpoint" in str(error.value.found)
+    assert supervisor._attempt.blamed == "a-1"
 
 
 def test_what_a_process_hung_in_on_its_gpu_is_named(tmp_path):
@@ -322,6 +353,13 @@ def no_pause(monkeypatch):
 LOST = [told(LOSS, 75), ["exit", 75]]
 
 
+MEASURED = {
+    **{"step": 1, "loss": 5.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False},
+    **{"intervals": [], "link_bytes": {}, "input_wait_s": 0.0, "step_time_s": 1.0},
+}
+TRAINED = ["tell", "measurements", {"measured": MEASURED}]
+
+
 def saving(step):
     """Scripts of a start that commits a checkpoint, and then fails on a-1."""
     return {0: [["save", step]], 2: [["save", step]], 1: [["await", step], *LOST]}
@@ -339,7 +377,7 @@ def test_restarts_have_an_end_and_a_new_step_sets_their_count_back(tmp_path, no_
     assert found.startswith("a-0 (2 of 3): a/a-0 (stage 0, process 0): link a -> b: was lost; b-0 ")
     out = capsys.readouterr().out
     assert out.count("starting again in") == 3
-    assert out.count("starting again, after step ") == 2
+    assert out.count("starting again; the newest checkpoint is after step ") == 2
     assert out.count("with the same command, as --max-restarts does") == 6
     assert "add --max-restarts" not in out
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
@@ -402,7 +440,7 @@ def test_a_stop_ends_the_second_reading_of_a_checkpoint(tmp_path, monkeypatch, c
         reading.append(threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)))
         reading[-1].start()
         return run(
-            "timeit", ["-n1", "-r1", "print('  1 of 9'); import time; time.sleep(60)"], **how
+            "timeit", ["-n1", "-r1", "print('  1 of 9'); import time; time.sleep(600)"], **how
         )
 
     monkeypatch.setattr(helper_process, "run_module", read_long)
@@ -422,7 +460,7 @@ def test_a_stop_ends_the_second_reading_of_a_checkpoint(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as end:
         supervisor.run()
     assert end.value.code == 75
-    assert time.monotonic() - start_s < 40
+    assert time.monotonic() - start_s < HANG_S
     assert len(reading) == 1
     assert where.exists()
     assert json.loads((tmp_path / "run" / RECORD).read_text())["starts"][-1]["status"] == 75
@@ -461,7 +499,7 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
         committed_12.set()
 
     def wait_and_take(job_saves, step):
-        assert step != 10 or committed_12.wait(60)
+        assert step != 10 or committed_12.wait(HANG_S)
         return take_step(job_saves, step)
 
     monkeypatch.setattr(Scrub, "committed", find_damage)
@@ -492,7 +530,7 @@ def test_checkpoints_that_are_not_committed_are_an_alarm_until_one_is(
 # ---- the end -------------------------------------------------------------------------------------
 
 ENDING = {
-    "its time is up": (0, 0, 10, "it took more than 1 s"),
+    "its time is up": (0, 0, 10, "it took more than "),
     "a signal while it is written": (1, 0, 10, "the job is to end now"),
     "a second signal": (1, 75, 9, "the job is to end now"),
 }
@@ -508,7 +546,7 @@ def test_a_report_that_takes_long_holds_no_end_up(
     (tmp_path / "slow_page.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(recorder, "PAGE", "slow_page")
-    limit_s = 90 if num_signals else 6
+    limit_s = 1.1 * HANG_S if num_signals else 12  # 5 of them are for what comes behind a report
     settings = ["log.report=true", f"distributed.stop_timeout_s={limit_s}"]
     training = [["tell", "up"], ["steps", 1, done], ["done", done]]
     supervisor, _ = supervise(tmp_path, dict.fromkeys(range(3), training), settings=settings)
@@ -530,9 +568,9 @@ def test_a_report_that_takes_long_holds_no_end_up(
         threading.Thread(target=kill, daemon=True).start()
     before_s = time.monotonic()
     assert supervisor.run() == status
-    assert time.monotonic() - before_s < 60  # and not 90, or 600
+    assert time.monotonic() - before_s < HANG_S
     again = f"to write it: python -m launch report {tmp_path / 'run'}"
-    assert f"no report: {why}; {again}" in capsys.readouterr().out
+    assert re.search(f"no report: {why}.*; {re.escape(again)}", capsys.readouterr().out)
 
 
 def test_what_hangs_behind_the_last_step_ends_with_the_status_of_the_job(tmp_path, monkeypatch):
@@ -592,14 +630,71 @@ def test_an_exception_that_nothing_outside_can_cause_ends_the_job_at_its_second_
     assert launcher.starts == 2
     assert "a/a-0 (stage 0, process 0): TypeError: <layer at" in str(error.value.found)
 
-    step = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": False}
-    measured = {**step, "intervals": [], "link_bytes": {}, "input_wait_s": 0.0, "step_time_s": 1.0}
-    trained = {0: [["tell", "measurements", {"measured": measured}], *fails(BUG)[0]]}
+    trained = {0: [TRAINED, *fails(BUG)[0]]}
     for scripts in (fails(GLOO), trained):
         supervisor, launcher = supervise(tmp_path, scripts, max_restarts=1)
         with pytest.raises(FatalError, match="no new step since step 0, in the last 2"):
             supervisor.run()
         assert launcher.starts == 2
+
+
+@pytest.mark.parametrize(
+    ("fails", "starts", "status"),
+    [
+        ([told(MISTAKE, 2)], 3, 1),  # no restart is left
+        ([TRAINED, told(MISTAKE, 2)], 2, 2),  # a step has met it
+    ],
+)
+def test_a_mistake_at_a_start_behind_steps_may_go_away(tmp_path, no_pause, fails, starts, status):
+    """No setting has changed since: a node has lost a device, say, or its mount is not there."""
+    scripts = {0: [TRAINED, *LOST]}, {1: fails}
+    supervisor, launcher = supervise(tmp_path, *scripts, max_restarts=2)
+    with pytest.raises(HolmesError) as error:
+        supervisor.run()
+    assert (launcher.starts, error.value.exit_status) == (starts, status)
+    assert "a/a-1 (stage 0, process 1): " in str(error.value)
+    found = json.loads((tmp_path / "run" / RECORD).read_text())["starts"][1]
+    assert (found["node"], "fix: if it is so again: " in found["cause"]) == ("a-1", starts == 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [([], 75), (["train.log_every_s=0"], 75), (["optimizer.learning_rate=0.01"], 2)],
+)
+def test_a_new_launcher_takes_a_mistake_for_one_only_if_a_setting_has_changed(
+    tmp_path, settings, status
+):
+    """A scheduler starts the launcher again, and the run has a checkpoint."""
+    with pytest.raises(PeerError):
+        supervise(tmp_path, saving(5))[0].run()
+    supervisor, _ = supervise(tmp_path, {1: [told(MISTAKE, 2)]}, settings=settings)
+    with pytest.raises(HolmesError, match="has 7 devices") as error:
+        supervisor.run()
+    assert error.value.exit_status == status
+
+
+def test_a_stop_ends_a_start_that_waits_for_a_store(tmp_path, monkeypatch):
+    """It fetches a part, say; and a file system that hangs holds the process for no longer."""
+    limits, is_limited = [], threading.Event()
+
+    def fetch(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            is_limited.wait(60)  # a call of the system that hangs
+
+    def limit(*given):
+        limits.append(given)
+        is_limited.set()
+
+    monkeypatch.setattr(hung_main_thread, "end_within", limit)
+    monkeypatch.setattr(resume, "find", fetch)
+    supervisor, launcher = supervise(tmp_path, settings=["distributed.stop_timeout_s=50"])
+    with pytest.raises(SystemExit) as end:
+        supervisor.run()
+    assert (end.value.code, limits, launcher.starts) == (75, [(50.0, 75)], 0)
+    assert json.loads((tmp_path / "run" / RECORD).read_text())["starts"][0]["stopped"]
 
 
 def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, monkeypatch):
@@ -668,6 +763,15 @@ def test_a_record_that_makes_no_sense_is_told_and_begun_again(tmp_path, text):
     assert len(warnings) == 1
     found.begin(7)
     assert [start.step for start in record(tmp_path)._starts] == [7]
+
+
+def test_restarts_have_an_end_however_many_there_may_be(tmp_path):
+    restarts = Restarts(tmp_path, 120, print)
+    for _ in range(121):
+        assert not restarts.is_spent(0)
+        restarts.begin(0)
+        restarts.end(75)
+    assert restarts.is_spent(0)
 
 
 def test_a_record_that_cannot_be_written_is_counted_in_memory_and_written_later(tmp_path):

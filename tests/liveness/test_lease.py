@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from holmesjax.errors import ConfigError, LeaseError, LostLeaseError
 from holmesjax.files import regular_files, whole_files
 from holmesjax.liveness import lease, lease_record
 from holmesjax.liveness.lease import EPOCH, FILE, Lease
+from holmesjax.planner import planner
 from holmesjax.report import metrics
 from holmesjax.report.metrics import Metrics
 from holmesjax.trainer import Trainer
-from tests.jobs import ROOT, RunningJob, run_launch_here, write_run
+from launch.__main__ import main
+from tests.jobs import HANG_S, ROOT, RunningJob, run_launch_here, write_run
 
 OWNER = """
 import sys
@@ -82,7 +85,7 @@ def race(processes, *, takes_over=False):
         if process is not winner:
             [pid] = re.findall(r"is in use by another process   found: process (\d+) on ", line)
             assert int(pid) in named
-            assert process.wait(60) == 2
+            assert process.wait(HANG_S) == 2
     return winner
 
 
@@ -93,7 +96,7 @@ def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
         os.waitid(os.P_PID, winner.pid, os.WEXITED | os.WNOWAIT)  # ended, and not gone yet
         again = race(second, takes_over=True)
         again.stdin.close()
-        assert again.wait(60) == 0
+        assert again.wait(HANG_S) == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == [EPOCH]
 
 
@@ -197,7 +200,7 @@ def quick(monkeypatch):
 
 
 def wait_for(condition):
-    deadline_s = time.monotonic() + 60  # a hang guard
+    deadline_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -209,11 +212,14 @@ def test_the_counter_moves(tmp_path, quick):
         wait_for(lambda: count() > 3)
 
 
-@pytest.mark.parametrize("robbed", ["another's", "deleted", "garbage"])
+@pytest.mark.parametrize("robbed", ["another's", "moved", "successor", "garbage"])
 def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quick, robbed):
     told = []
     with Lease(tmp_path, on_loss=told.append) as held:
-        if robbed == "deleted":
+        if robbed == "moved":
+            (tmp_path / FILE).rename(tmp_path / "aside")
+        elif robbed == "successor":  # which has come and gone
+            (tmp_path / EPOCH).write_text(json.dumps({"epoch": held.epoch + 1}))
             (tmp_path / FILE).unlink()
         else:
             content = lease_record.text(foreign()) if robbed == "another's" else b"x"
@@ -222,10 +228,45 @@ def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quic
         with pytest.raises(LostLeaseError, match="has lost its lease"):
             held.check()
     assert len(told) == 1
-    if robbed == "deleted":
+    if robbed == "moved":
+        assert {path.name for path in tmp_path.iterdir()} == {EPOCH, "aside"}
+    elif robbed == "successor":
         assert [path.name for path in tmp_path.iterdir()] == [EPOCH]
     else:
         assert (tmp_path / FILE).read_bytes() == content
+
+
+def test_a_deleted_lease_comes_back_and_is_held_on(tmp_path, quick):
+    told, said = [], []
+    with Lease(tmp_path, on_loss=told.append, say=said.append) as held:
+        check = lease.fence(tmp_path, held.epoch)
+        for name in (FILE, EPOCH, FILE):
+            (tmp_path / name).unlink()
+            wait_for((tmp_path / name).exists)
+        count = lambda: int(json.loads((tmp_path / FILE).read_text())["counter"])
+        before = count()
+        wait_for(lambda: count() > before + 2)
+        held.check(at_once=True)
+        check()
+        with pytest.raises(LeaseError, match="is in use"):
+            Lease(tmp_path)
+        first = held.epoch
+    assert not told
+    assert [line.split("/")[-1] for line in said] == [
+        f"{name} was removed, and is there again" for name in (FILE, EPOCH, FILE)
+    ]
+    with Lease(tmp_path) as next_one:
+        assert next_one.epoch > first
+
+
+def test_a_lease_is_not_put_back_in_another_folder_of_the_same_name(tmp_path, quick):
+    """Its owner has deleted the run, or moved it, and begun another one there."""
+    folder, told = tmp_path / "run", []
+    with Lease(folder, on_loss=told.append):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        wait_for(lambda: told)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
@@ -335,6 +376,16 @@ def test_other_processes_of_a_job_see_that_its_folder_is_another_s(tmp_path, qui
         rob(tmp_path, taken)
         with pytest.raises(LostLeaseError, match="on far-away"):
             check()
+
+
+def test_an_owned_folder_is_refused_before_anything_is_planned(tmp_path, monkeypatch, capsys):
+    path, run_dir = write_run(tmp_path, {"a": (1,)}), tmp_path / "run"
+    lease.refuse_owned(run_dir)  # nobody owns it
+    monkeypatch.setattr(planner, "make_plans", lambda *_, **__: pytest.fail("is planned"))
+    with Lease(run_dir):
+        assert main(["train", str(path), f"run.dir={run_dir}"]) == 2
+        assert "is in use by another process" in capsys.readouterr().err
+    lease.refuse_owned(run_dir)  # its owner gave it up
 
 
 def test_a_folder_that_cannot_be_owned_is_told_in_a_sentence(tmp_path, monkeypatch):
@@ -502,7 +553,7 @@ def test_a_launcher_that_is_woken_behind_its_successor_leaves_without_a_write(
                     if path.name != FILE and "logs" not in path.parts
                 }
                 first.send_signal(signal.SIGCONT)
-                output, _ = first.communicate(timeout=60)
+                output, _ = first.communicate(timeout=HANG_S)
                 left = state(run_dir)
                 assert {path: left.get(path) for path in owned} == owned
                 assert {path for path in left if path.name == "manifest.json"} <= set(owned)
