@@ -5,7 +5,7 @@ warpgroup copies a tile of a parameter, its gradient and its moments into shared
 `adamw.formula`, and copies all but the gradient back to where it came from. So a number is read
 once and written once, and a step that does not apply moves nothing.
 
-    many arrays   a launch takes up to 32 parameters; a block finds its own by its number
+    many arrays   a launch takes up to 4 parameters; a block finds its own by its number
     turned        a gradient that lies with its dims exchanged is copied by tiles, and turned as
                   threads read them; also one of several matrices, and of dims that join to a matrix
 
@@ -36,7 +36,8 @@ from kernels.attention.warpgroups import load, simulated, turned
 from kernels.moments import BLOCK, Kept, Quantized
 
 ROWS = 32  # runs of a tile: then each of 128 threads has 16 numbers
-MOST_LEAVES = 32  # of a launch, each with up to six arrays
+COPIED_BYTES, SCALE_BYTES = 16, 4  # the unit of copies of bytes, and a scale
+MOST_LEAVES = 4  # of a launch, each with up to six arrays: compiling 32 takes minutes
 FORMATS: tuple[Kept, ...] = ("float32", "bfloat16", "int8")
 GRADIENTS = ("float32", "bfloat16")
 PARAMETERS = GRADIENTS
@@ -186,6 +187,8 @@ def adamw_pallas(
         works.append(_Work(leaf, gradient, h, _offset(place) if place else 0))
     done: dict[int, Leaf] = {}
     for told, numbers in alike.items():
+        # Of one shape side by side: launches that are equal are compiled once.
+        numbers.sort(key=lambda n: leaves[n].parameter.shape)
         for first in range(0, len(numbers), MOST_LEAVES):
             own = numbers[first : first + MOST_LEAVES]
             found = _launch(told, [works[n] for n in own], factors, interpret)
@@ -229,6 +232,7 @@ def _launch(told: _Told, works: Sequence[_Work], factors: jax.Array, interpret: 
     """Updates some parameters that are alike."""
     views = [_view(told, work.leaf, interpret) for work in works]
     gradients = [_view_of_gradient(told, work, interpret) for work in works]
+    num_runs = [work.leaf.parameter.size // BLOCK for work in works]
     num_tiles = [-(-held[0].shape[0] // ROWS) * (held[0].shape[1] // BLOCK) for held in views]
     starts = [sum(num_tiles[:n]) for n in range(len(works))]
     decays = np.asarray([(work.h.rate, work.h.weight_decay) for work in works], np.float32)
@@ -250,7 +254,7 @@ def _launch(told: _Told, works: Sequence[_Work], factors: jax.Array, interpret: 
                 for n, gradient in enumerate(gradient_refs)
             ]
             kernel = functools.partial(
-                _kernel, told, starts, interpret, factors_ref, own_ref, noise_ref, rows
+                _kernel, told, starts, num_runs, interpret, factors_ref, own_ref, noise_ref, rows
             )
             pl.run_scoped(kernel, **_shared(told))
 
@@ -338,6 +342,7 @@ def _shared(told: _Told) -> dict[str, Any]:
 def _kernel(
     told: _Told,
     starts: Sequence[int],
+    num_runs: Sequence[int],
     interpret: bool,
     factors_ref: Ref,
     own_ref: Ref,
@@ -352,6 +357,7 @@ def _kernel(
     Args:
       told: what the parameters share.
       starts: the number of the first tile of each parameter.
+      num_runs: runs of 64 numbers of each parameter.
       interpret: whether threads are simulated.
       factors_ref: those of the step.
       own_ref: the learning rate and the weight decay of each parameter, float32 [parameters, 2].
@@ -366,14 +372,14 @@ def _kernel(
     first = sum(jnp.where(which == n, start, 0) for n, start in enumerate(starts))
     tile = number - first
 
-    def own_part(body: Callable[[dict[str, Ref]], None]) -> None:
-        """Calls `body` with the tiles of this block's parameter, by name."""
-        for n, refs in enumerate(rows):
-            pl.when(which == n)(functools.partial(_with_tiles, body, told, refs, tile))
+    def own_part(body: Callable[[Sequence[Ref], int], None]) -> None:
+        """Calls `body` with the arrays of this block's parameter, and the number of its runs."""
+        for n, (refs, count) in enumerate(zip(rows, num_runs, strict=True)):
+            pl.when(which == n)(functools.partial(body, refs, count))
 
     @pl.when(factors_ref[5] > 0)
     def _() -> None:
-        own_part(lambda tiles: _fetch(told, tiles, came, shared))
+        own_part(lambda refs, _: _fetch(told, _tiles(told, refs, tile), came, shared))
         plgpu.commit_smem()  # scales that threads have copied
         plgpu.barrier_wait(came)
         numbers = factors_ref[0], own_ref[which, 0], factors_ref[2], factors_ref[3]
@@ -398,7 +404,7 @@ def _kernel(
         for (name, of), x, own_bits in zip(MOMENTS.items(), both, bits, strict=True):
             _narrow(told, name, of, x, own_bits, by, shared)
         plgpu.commit_smem()
-        own_part(lambda tiles: _send(told, tiles, shared))
+        own_part(lambda refs, count: _send(told, refs, count, tile, shared))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -434,12 +440,6 @@ def _across(told: _Told, row: jax.Array, run: jax.Array) -> tuple[Any, Any]:
     return pl.ds(first, BLOCK), pl.ds(row, ROWS)
 
 
-def _with_tiles(
-    body: Callable[[dict[str, Ref]], None], told: _Told, refs: Sequence[Ref], tile: jax.Array
-) -> None:
-    body(_tiles(told, refs, tile))
-
-
 def _fetch(told: _Told, tiles: dict[str, Ref], came: Ref, shared: dict[str, Ref]) -> None:
     for name, place in tiles.items():
         if _is_copied_by_threads(told, name):
@@ -448,12 +448,38 @@ def _fetch(told: _Told, tiles: dict[str, Ref], came: Ref, shared: dict[str, Ref]
             plgpu.copy_gmem_to_smem(place, shared[name], came)
 
 
-def _send(told: _Told, tiles: dict[str, Ref], shared: dict[str, Ref]) -> None:
-    for name, place in tiles.items():
+def _send(
+    told: _Told, refs: Sequence[Ref], num_runs: int, tile: jax.Array, shared: dict[str, Ref]
+) -> None:
+    tiles = _tiles(told, refs, tile)
+    for name, whole in zip(_names(told), refs, strict=True):
         if _is_copied_by_threads(told, name):
-            store(place, load(shared[name], told.layout.reduce(1)))
+            store(tiles[name], load(shared[name], told.layout.reduce(1)))
+        elif name.endswith("scales"):
+            _send_scales(shared[name], whole, num_runs, tile * ROWS)
         elif name != "gradient":
-            plgpu.copy_smem_to_gmem(shared[name], place)
+            plgpu.copy_smem_to_gmem(shared[name], tiles[name])
+
+
+def _send_scales(scales: Ref, whole: Ref, num_runs: int, first: jax.Array) -> None:
+    """Copies the scales of a tile back, from the run `first` on.
+
+    A copy of what lies together takes 16 bytes at a time, and leaves what is behind the last 16.
+    Scales of the last tile are stored one by one if it would leave some of them.
+    """
+    send = lambda: plgpu.copy_smem_to_gmem(scales, whole.at[pl.ds(first, ROWS)])
+    if num_runs * SCALE_BYTES % COPIED_BYTES == 0:
+        send()
+        return
+    is_whole = first + ROWS <= num_runs
+    pl.when(is_whole)(send)
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _() -> None:
+        def send_one(n: jax.Array, carry: None) -> None:
+            whole[first + n] = scales[n]
+
+        lax.fori_loop(0, num_runs % ROWS, send_one, None)
 
 
 def _is_copied_by_threads(told: _Told, name: str) -> bool:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import fetching, manifest
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import BYTES, ModelConfig, unread_settings
 from holmesjax.config.rotary import switch_length
@@ -30,7 +30,7 @@ from holmesjax.generation.decoder import Decoder, ModelPart, bucket, on_devices
 from holmesjax.generation.sampling import Sampling, draw
 from holmesjax.generation.stop_strings import StopStrings
 from holmesjax.hugging_face import folder
-from holmesjax.models.layer import Params, source_of_values
+from holmesjax.models.layer import Params, seed_key, source_of_values
 from holmesjax.parallel import platforms
 from holmesjax.parallel.mesh import build_meshes
 
@@ -95,7 +95,7 @@ class Sampler:
         devices: int = 1,
         ema: bool = False,
     ) -> "Sampler":
-        """Loads the newest whole checkpoint of a run, and writes nothing.
+        """Loads the newest whole checkpoint of a run; writes nothing, unless the run is at a URL.
 
         Args:
           run_dir: the folder of the run.
@@ -108,7 +108,7 @@ class Sampler:
         jobs.load_config(run_dir)
         known: dict[Path, DamagedError] = {}
         while True:
-            found = manifest.newest(run_dir, warn, known=known)
+            found = manifest.newest(run_dir, warn, known=known, fetches=True)
             if found is None:
                 fix = f"train it first: python -m launch train {run_dir}"
                 raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)
@@ -117,6 +117,7 @@ class Sampler:
             tokenizer = tokenizer_of(Path(run_dir), found)
             parts = _planned(run_dir) if as_planned else on_devices(model, devices)
             try:
+                fetching.bring_of_url(found, warn)
                 decoder = Decoder.restored(found, model, parts, ema=ema)
             except DamagedError as error:
                 known[found.path] = error
@@ -198,7 +199,7 @@ class Sampler:
         known = [list(prompt)[-context:] for prompt in prompts]
         length = cache_length(known, max_tokens, context)
         seeds = ((sampling.seed + row) % 2**63 for row in range(len(known)))
-        key_Bk = np.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds])
+        key_Bk = np.stack([jax.random.key_data(seed_key(seed)) for seed in seeds])
         num_tokens = self.tokenizer.num_tokens
         caches, logits_BLV = self._filled(known, length) if max_tokens else ([], None)
         for i in range(max_tokens):

@@ -49,9 +49,11 @@ MAY_BE_NULL = ("num_kv_heads", "head_dim", "mlp_width", "attention_soft_cap", "l
 
 # Keys with the values that we can compute, of all families and of some.
 ANY: dict[str, tuple[Any, ...]] = {
-    "auto_map": (None,),
     "add_cross_attention": (False, None),
     "is_encoder_decoder": (False, None),
+    # Of all classes of transformers 5: attention to later tokens, and values by layer.
+    "is_causal": (True,),
+    "per_layer_config": (None, {}),
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NO_EXPERTS: dict[str, tuple[Any, ...]] = {key: (None, 0) for key in EXPERT_COUNTS}

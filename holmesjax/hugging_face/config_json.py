@@ -9,6 +9,7 @@ Rotary positions are read and written in both of their spellings, the older of w
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,13 @@ class ConfigJson:
     def rules(self) -> Family:
         return FAMILIES[self.family]
 
+    @property
+    def dropouts(self) -> dict[str, float]:
+        """The shares that training with `transformers` would drop out; a run drops nothing out."""
+        names = [key for key in self.values if key.endswith(("dropout", "pdrop"))]
+        shares = {key: self.values[key] for key in names}
+        return {key: share for key, share in shares.items() if type(share) is float and share}
+
     def get(self, key: str) -> Any:
         return self.values.get(key, self.rules.defaults.get(key))
 
@@ -79,7 +87,7 @@ class ConfigJson:
     def number(self, key: str, value: Any, kind: type = float) -> Any:
         """A value, checked to be a number above 0, or a whole one."""
         allowed = (int,) if kind is int else (int, float)
-        if type(value) not in allowed or not 0 < value < float("inf"):
+        if type(value) not in allowed or not 0 < value <= sys.float_info.max:
             problem = f"must be a {'whole ' if kind is int else ''}number above 0"
             raise self.refusal(key, problem, value, "download config.json again")
         return kind(value)
@@ -89,6 +97,7 @@ class ConfigJson:
         rules = self.rules
         self.blocks_of_scales()  # as a check, like the next line
         self.num_later_layers()
+        self._refuse_own_code()
         others = {} if rules.experts else NO_EXPERTS
         for key, values in {**ANY, **others, **rules.computes}.items():
             if (found := self.values.get(key, values[0])) not in values:
@@ -125,6 +134,25 @@ class ConfigJson:
         if "latent_attention" in settings:
             settings["attention_scale"] = _scale_of_latents(settings)
         return settings
+
+    def _refuse_own_code(self) -> None:
+        """Raises ConfigError for a model that is another than the family's class computes.
+
+        Published folders also name copies of the classes that transformers has, which takes its own
+        unless it is told to trust the folder's.
+        """
+        key = "auto_map"
+        if (found := self.values.get(key)) is None:
+            return
+        name = self.rules.architecture
+        config = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        wanted = {"AutoModelForCausalLM": name, "AutoConfig": config}
+        said = found if isinstance(found, dict) else {}
+        named = {auto: str(said[auto]).rpartition(".")[2] for auto in wanted if auto in said}
+        if not named or any(wanted[auto] != code for auto, code in named.items()):
+            problem = f"names other code than {config} and {name}"
+            fix = "use a model of the classes that transformers has"
+            raise self.refusal(key, problem, found, fix)
 
     def blocks_of_scales(self) -> tuple[int, int] | None:
         """Rows and columns of a block of weights in fp8; None: weights are no codes."""
@@ -271,19 +299,23 @@ class ConfigJson:
         """The settings of rotary positions."""
         both, scaling = self._section("rope_parameters"), self._section("rope_scaling")
         key = "rope_scaling" if scaling else "rope_parameters"
+        is_gemma3 = self.family == "gemma3_text"
+        if both and is_gemma3 != (is_by_kind := FULL in both or SLIDING in both):
+            # Values that the class does not look for, and takes its defaults.
+            problem = f"must {'not ' if is_by_kind else ''}have values by kind of layer"
+            fix = f"write {{{FULL}: {{...}}, {SLIDING}: {{...}}}}" if is_gemma3 else "write {...}"
+            raise self.refusal("rope_parameters", problem, both, fix)
         found: dict[str, Any] = {}
-        if self.family == "gemma3_text":
-            window = {}
-            if FULL in both or SLIDING in both:
-                window, both = self._inner(both, SLIDING), self._inner(both, FULL)
-            if (kind := _type_of(window)) != "default":
+        if is_gemma3:
+            window, both = self._inner(both, SLIDING), self._inner(both, FULL)
+            if (kind := self._type_of(f"rope_parameters.{SLIDING}", window)) != "default":
                 problem = "scales the positions of window layers, which is not supported"
                 raise self.refusal(f"rope_parameters.{SLIDING}", problem, kind, "use default")
             base = window.get("rope_theta", self.get("rope_local_base_freq"))
             if has_windows:
                 found["window_rotary_base"] = self.number("rope_local_base_freq", base)
         full = scaling or both
-        if self.family == "gemma3_text":  # whose class puts one into the other
+        if is_gemma3:  # whose class puts one into the other
             full = {**both, **scaling}
         theta = full.get("rope_theta", self.get("rope_theta"))
         found["rotary_base"] = self.number("rope_theta", theta)
@@ -293,10 +325,29 @@ class ConfigJson:
                 problem = f"has a value that is not supported for a {self.family}"
                 raise self.refusal(f"{key}.partial_rotary_factor", problem, share, "use 1.0")
             found["rotary_fraction"] = self.number("partial_rotary_factor", share)
-        kind = _type_of(full)
+        kind = self._type_of(key, full)
+        if self.family == "phi3" and kind == "yarn":  # whose class takes it for longrope
+            problem, fix = "names longrope by another name", "write longrope"
+            raise self.refusal(f"{key}.rope_type", problem, kind, fix)
         if kind != "default":
             found["rotary_scaling"] = self._scaling(key, kind, full, settings["context_length"])
         return found
+
+    def _type_of(self, key: str, section: Json) -> object:
+        """The type of a section of rotary positions, in its new spelling or in the old one."""
+        new, old = section.get("rope_type"), section.get("type")
+        if new and old and new != old:
+            problem, fix = f"contradicts rope_type = {new}", "remove the one that is wrong"
+            raise self.refusal(f"{key}.type", problem, old, fix)
+        if (
+            old not in (None, "default")
+            and not new
+            and self.family == "gemma3_text"
+            and key == "rope_scaling"
+        ):
+            problem, fix = "is scaled by version 4 of transformers and not by 5", "write rope_type"
+            raise self.refusal(f"{key}.type", problem, old, fix)
+        return new or old or "default"
 
     def _section(self, key: str) -> Json:
         return self._object(key, self.values.get(key))
@@ -339,11 +390,6 @@ def _scale_of_latents(settings: Mapping[str, Any]) -> float:
     factor, share = scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0
     raised = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
     return float(settings["head_dim"] ** -0.5 * raised * raised)
-
-
-def _type_of(section: Json) -> object:
-    """The type of a section of rotary positions, in its new spelling or in the old one."""
-    return section.get("rope_type") or section.get("type") or "default"
 
 
 def shortest(pattern: list[str]) -> list[str]:

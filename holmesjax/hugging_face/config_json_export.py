@@ -202,12 +202,16 @@ def exported(model: ModelConfig, kept: ConfigJson | None, family: str, dtype: st
     written = write(model, family, dtype)
     if kept is None:
         return written
-    came = {key: value for key, value in kept.values.items() if key != "quantization_config"}
+    # An export holds no codes, and no code.
+    left = ("quantization_config", "auto_map")
+    came = {key: value for key, value in kept.values.items() if key not in left}
     own = {key: value for key, value in came.items() if key.endswith("_token_id")}
     if kept.family != family:
         return {**written, **own}
     before = ModelConfig(**kept.settings())
-    length = before.context_length if model.positions == "rotary" else model.context_length
+    length = model.context_length
+    if model.positions == "rotary":  # a shorter context is no other model
+        length = max(length, before.context_length)
     if canonical(before) != canonical(dataclasses.replace(model, context_length=length)):
         return {**came, **written, **own}
     types: Json = {"dtype": dtype, "torch_dtype": dtype, "model_type": family}

@@ -38,7 +38,7 @@ Layer = tuple[str, dict[str, np.ndarray]]  # its name, and its parameters by the
 def kept_dtype(kept: ConfigJson | None) -> str:
     """The dtype in which a model goes out: that in which it came, if we write it, or float32."""
     found = kept and (kept.values.get("dtype") or kept.values.get("torch_dtype"))
-    return found if found in DTYPE_OF else "float32"
+    return found if isinstance(found, str) and found in DTYPE_OF else "float32"
 
 
 def refuse_full(out: Path) -> None:

@@ -197,6 +197,13 @@ class PerToken:
 NONE = PerToken()
 
 
+@dataclass(frozen=True, slots=True)
+class PerRow(PerToken):
+    """Numbers per token, and those of each row: a token is one for each device that it goes to."""
+
+    row: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
     """Numbers per token that a backward needs of its forward, besides those of attention.
@@ -221,17 +228,18 @@ class Kept:
 class Exchange:
     """Changes in numbers per token where devices share the experts of a layer.
 
-    Tokens go to the devices of their experts and back. A backward keeps none of what experts have
-    computed: it sends the tokens again, and gives the gradients of all experts' weights at once.
+    Tokens go to the devices of their experts and back, once to each. A backward keeps none of what
+    experts have computed: it sends the tokens again, and gives the gradients of all experts'
+    weights at once.
     """
 
-    moved: PerToken = NONE  # by a forward besides, into rows that are sent and out of them
-    again: PerToken = NONE  # moved by a backward besides, as it computes again
+    moved: PerRow = PerRow()  # by a forward besides, into rows that are sent and out of them
+    again: PerRow = PerRow()  # moved by a backward besides, as it computes again
     # Moved by a forward, and not when full checkpointing runs it again, whose results nobody reads.
-    unread: PerToken = NONE
+    unread: PerRow = PerRow()
     kept: PerToken = NONE  # the part of `Kept.products` that is not kept
     # By a backward besides: rows that are sent and have come, and what experts compute again.
-    needed: PerToken = NONE
+    needed: PerRow = PerRow()
     # Whether a backward reads the results of experts, and with full checkpointing sends tokens
     # once more to have them.
     is_read: bool = False
@@ -285,6 +293,10 @@ class Kind:
     # stage asks for it (`ops.Kernels.sequence_cut`).
     cuts_sequences: bool = False
     draw: str = ""  # that draws initial values, as "module:function", where parameters are `Drawn`
+
+    def __hash__(self) -> int:
+        """The hash of what most kinds differ in: a search looks kinds up very often."""
+        return hash((self.name, self.moved.whole, self.moved.cut))
 
     def size(self, tensor: int = 1) -> int:
         """Numbers of all its parameters on each of `tensor` devices."""

@@ -37,7 +37,7 @@ def linen(
     axes: Axes = {},  # noqa: B006  # never changed
     logical_axes: Names = LOGICAL_AXES,
 ) -> Layer:
-    """A layer that a module of `flax.linen` computes.
+    """A layer that a module of `flax.linen` computes. Layers with equal modules are equal.
 
     Args:
       module: with parameters, and no other variables.
@@ -82,15 +82,25 @@ def _layer(
     reads: Reads,
     axes: Axes,
 ) -> Layer:
-    return Layer(
-        init=own.init,
-        apply=own.apply,
-        loss=loss,
-        reads=reads_of(reads),
-        axes=axes_of(axes),
-        label=label,
-        named_axes=own.named_axes,
-    )
+    """The layer. Those of equal modules are equal, so that they are one kind."""
+    shared: Any = {"loss": loss, "reads": reads_of(reads), "axes": axes_of(axes), "label": label}
+    try:
+        hash(own)
+    except TypeError:  # a module with an array, say: it is equal to itself alone
+        return Layer(init=own.init, apply=own.apply, named_axes=own.named_axes, **shared)
+    init, apply, named_axes = (_Method(own, name) for name in ("init", "apply", "named_axes"))
+    return Layer(init=init, apply=apply, named_axes=named_axes, **shared)
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method of a module's functions. Python compares bound methods by identity."""
+
+    functions: "_Linen | _Nnx"
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(self.functions, self.name)(*arguments)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,15 @@ class Context:
         return ops.to_parts(drawn_BL, self.kernels)
 
 
+def seed_key(seed: int) -> jax.Array:
+    """The random key of a seed of 63 bits, of which JAX takes the lower 32 without a word."""
+    key = jax.random.key(seed % 2**32)
+    return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key
+
+
 def layer_key(seed: int, layer: str) -> jax.Array:
     """The random key of a layer, by its name."""
-    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(layer.encode()))
+    return jax.random.fold_in(seed_key(seed), zlib.crc32(layer.encode()))
 
 
 def keys_of(seed: int, layer: str, sequence_B: jax.Array) -> jax.Array:
@@ -98,7 +104,7 @@ class Auxiliary:
 Function = Callable[[Params, jax.Array | None, Context], tuple[jax.Array, Auxiliary]]
 
 
-@functools.cache
+@cached(256)
 def function_of(kind: Kind) -> Function:
     """The function that computes layers of a kind; only x and losses have gradients."""
     function: Function = import_object(kind.function)

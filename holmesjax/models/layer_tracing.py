@@ -1,7 +1,7 @@
 """Costs of a layer, read from the programs that JAX traces of it. Starts no device.
 
 A layer is traced on shapes alone: its forward, its forward with the residuals of `jax.vjp`, and its
-backward. The costs have the form of a `layers.kind.Kind`, in numbers of the compute dtype per
+backward. The costs have the form of a `layer_specs.kind.Kind`, in numbers of the compute dtype per
 token. Programs are traced in bfloat16, so an array that a layer keeps in float32 counts twice.
 
 products     matrix products with parameters, and convolutions

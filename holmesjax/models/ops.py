@@ -27,10 +27,13 @@ from holmesjax.layer_specs.kind import (
 )
 from holmesjax.plan.plan import Axis
 from kernels.attention.choice import (
+    BEFORE_HOPPER,
     UNCHECKED,
     AttentionChoice,
+    Device,
     Needs,
     UnsupportedError,
+    capability,
     choose,
     is_hopper,
 )
@@ -43,7 +46,15 @@ from kernels.attention.tiles import Rule
 from kernels.cross_entropy import capped, cross_entropy, linear_cross_entropy
 from kernels.embedding import embedding
 from kernels.expert_exchange import experts_feed_forward
-from kernels.experts import RESULTS, ROUTES, capacity_rows, chosen, largest, router_logits
+from kernels.expert_slots import capacity_rows
+from kernels.experts import (
+    RESULTS,
+    ROUTES,
+    chosen,
+    largest,
+    router_logits,
+    shares,
+)
 from kernels.experts_pallas import unsupported as unsupported_by_kernel
 from kernels.fp8 import (
     Coded,
@@ -110,6 +121,7 @@ __all__ = [
     "rule_of",
     "scattered",
     "separate",
+    "shares",
     "to_parts",
     "token_positions",
 ]
@@ -133,8 +145,18 @@ class Kernels:
     expert_chunks: int = 1  # of an exchange between devices that share experts
 
     @property
-    def device(self) -> jax.Device:
-        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+    def device(self) -> jax.Device | Device:
+        """The device whose kernels the stage has: of unlike ones, the oldest.
+
+        Kernels for Hopper GPUs alone run on no later ones, so that unlike devices have none.
+        """
+        if self.mesh is None:
+            return jax.devices()[0]
+        oldest = min(self.mesh.devices.flat, key=capability)
+        if {*map(capability, self.mesh.devices.flat)} == {capability(oldest)}:
+            return oldest
+        shared = min(capability(oldest), BEFORE_HOPPER)
+        return Device(oldest.platform, oldest.device_kind, ".".join(map(str, shared)))
 
     @property
     def shards(self) -> Shards | None:

@@ -21,6 +21,7 @@ from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.layer_specs.kind import BatchArray
 from holmesjax.layer_specs.model_layers import EMBED, HEAD, block_name, cached, import_object
 from holmesjax.models.layer import Params
+from holmesjax.parallel import platforms
 
 WHERE = "model.module"
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -185,9 +186,10 @@ def layers_of(model: ModelConfig) -> dict[str, Layer]:
     """The layers of a model that `model.module` names, by the names of `model_layers`.
 
     Raises:
-      ConfigError: nothing has this name, or it gives something else than layers.
+      ConfigError: nothing has this name, it gives something else than layers, or it starts devices.
     """
     assert model.module is not None
+    had_devices = platforms.has_devices()
     make = _named(model.module)
     try:
         found: Any = make(model)
@@ -200,6 +202,13 @@ def layers_of(model: ModelConfig) -> dict[str, Layer]:
             "write it as def my_model(settings), where settings has num_layers, width and the rest",
         ) from error
     layers = list(found) if isinstance(found, Iterable) else []
+    if platforms.has_devices() and not had_devices:
+        raise wrong_model(
+            "makes arrays of JAX before the run has its devices",
+            model.module,
+            "make them in init or apply, or with NumPy: JAX starts with the first array, and then "
+            "takes neither the devices nor the flags nor the memory of the run",
+        )
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, Layer)]
     if wrong or not isinstance(found, Iterable):
         raise wrong_model(
@@ -208,6 +217,13 @@ def layers_of(model: ModelConfig) -> dict[str, Layer]:
             "make layers with functions(init, apply) of holmesjax.models.own_model, or with linen "
             "or nnx of holmesjax.models.flax_layers",
         )
+    for layer in layers:
+        try:
+            hash(layer)
+        except TypeError as error:
+            fix = "write functions, or callables of a class with @dataclass(frozen=True)"
+            problem = "must give layers that can be compared"
+            raise wrong_model(problem, f"{layer.label}: {error}", fix) from None
     if len(layers) != model.num_layers + 2:
         most = max(len(layers) - 2, 0)
         raise wrong_model(

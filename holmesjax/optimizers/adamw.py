@@ -16,7 +16,7 @@ from holmesjax.models import ops
 from holmesjax.models.layer import stated
 from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.groups import update_settings
-from holmesjax.optimizers.optimizer import Tree, rounding_seed
+from holmesjax.optimizers.optimizer import Tree, none_missed, rounding_seed, seen
 from holmesjax.parallel import sharding
 
 
@@ -36,6 +36,8 @@ class AdamWState(NamedTuple):
     updates: jax.Array  # so far, int32
     mu: Tree  # of `update_ops.Quantized` where they are kept as int8
     nu: Tree
+    # The updates of the schedule that the moments have not seen, int32; None: it does not jump.
+    missed: Any = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class AdamW:
     config: OptimizerConfig
     schedule: optax.Schedule
     statements: Tree  # the `Parameter`s of all layers
+    jumps: bool = False
 
     rounds_params: ClassVar[bool] = True
 
@@ -61,7 +64,8 @@ class AdamW:
         zeros = lambda which: jax.tree.map(
             lambda p: update_ops.zero_moment(p.shape, self.config.moments, which), params
         )
-        return AdamWState(jnp.zeros((), jnp.int32), zeros("first"), zeros("second"))
+        moments = zeros("first"), zeros("second")
+        return AdamWState(jnp.zeros((), jnp.int32), *moments, none_missed(self.jumps))
 
     def shardings(self, params: Tree, mesh: Mesh) -> AdamWState:
         """The shardings of the state; moments lie as their parameters do."""
@@ -74,7 +78,12 @@ class AdamW:
 
         state = jax.eval_shape(self.init, params)
         of = lambda moments: jax.tree_util.tree_map_with_path(of_moment, params, moments)
-        return AdamWState._make([sharding.replicated(mesh), of(state.mu), of(state.nu)])
+        everywhere: Any = sharding.replicated(mesh)
+        missed = everywhere if self.jumps else None
+        return AdamWState._make([everywhere, of(state.mu), of(state.nu), missed])
+
+    def with_jumps(self) -> "AdamW":
+        return dataclasses.replace(self, jumps=True)
 
     def learning_rate(self, state: AdamWState) -> jax.Array:
         return self.schedule(state.updates)
@@ -82,7 +91,7 @@ class AdamW:
     def as_written(self, settings: Mapping[str, Any]) -> "AdamW":
         """Returns this optimizer with moments as these settings keep them."""
         config = dataclasses.replace(self.config, moments=settings["moments"])
-        return dataclasses.replace(self, config=config)
+        return dataclasses.replace(self, config=config, jumps=settings.get("jumps", False))
 
     def adopt(self, state: AdamWState) -> AdamWState:
         """A state with moments that are kept in another way, kept in this one's."""
@@ -97,7 +106,8 @@ class AdamW:
             moments,
             is_leaf=lambda x: isinstance(x, update_ops.Quantized),
         )
-        return AdamWState(state.updates, of(state.mu, "first"), of(state.nu, "second"))
+        moments = of(state.mu, "first"), of(state.nu, "second")
+        return AdamWState(state.updates, *moments, none_missed(self.jumps, state))
 
     def update(
         self, gradients: Tree, state: AdamWState, params: Tree | None = None
@@ -123,7 +133,7 @@ class AdamW:
 
         Args: those of `Optimizer.apply`.
         """
-        c, count = self.config, state.updates + 1
+        c, count = self.config, seen(state) + 1
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         parts = zip([x for _, x in paths], _moments(state.mu), _moments(state.nu), strict=True)
         leaves = [update_ops.Leaf(*part) for part in parts]
@@ -141,7 +151,8 @@ class AdamW:
         new = update_ops.adamw(leaves, jax.tree.leaves(gradients), *told)
         columns = zip(*new, strict=True) if new else ((), (), ())  # a stage may train nothing
         trees = [jax.tree.unflatten(structure, column) for column in columns]
-        return trees[0], AdamWState(jnp.where(applies, count, state.updates), trees[1], trees[2])
+        updates = jnp.where(applies, state.updates + 1, state.updates)
+        return trees[0], AdamWState(updates, trees[1], trees[2], state.missed)
 
 
 def make(config: OptimizerConfig, schedule: optax.Schedule, statements: Tree) -> AdamW:

@@ -171,6 +171,10 @@ class Elementwise:
     def learning_rate(self, state: ElementwiseState) -> jax.Array:
         return self.schedule(state.updates)
 
+    def with_jumps(self) -> "Elementwise":
+        """Returns this one: transformations of optax count their own updates."""
+        return self
+
     def as_written(self, settings: Mapping[str, Any]) -> "Elementwise":
         return self
 

@@ -16,6 +16,7 @@ some whole matrices, and come back after it (one all-to-all each way). The heads
 matrix together.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from holmesjax.models import ops
 from holmesjax.models.layer import stated
 from holmesjax.optimizers import update_ops
 from holmesjax.optimizers.groups import update_settings
-from holmesjax.optimizers.optimizer import State, Tree, rounding_seed
+from holmesjax.optimizers.optimizer import Tree, none_missed, rounding_seed, seen
 from holmesjax.parallel import sharding
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a step: they let singular values end in 0.7 to 1.2
@@ -47,6 +48,8 @@ class MuonState(NamedTuple):
     updates: jax.Array  # so far, int32
     mu: Tree  # of the shapes of the parameters
     nu: Tree  # of those that are no hidden matrices
+    # The updates of the schedule that these have not seen, int32; None: it does not jump.
+    missed: Any = None
 
 
 class _Row(NamedTuple):
@@ -129,6 +132,7 @@ class Muon:
     config: OptimizerConfig
     schedule: optax.Schedule
     statements: Tree  # the `Parameter`s of all layers
+    jumps: bool = False
 
     rounds_params: ClassVar[bool] = True
 
@@ -139,7 +143,8 @@ class Muon:
 
     def init(self, params: Tree) -> MuonState:
         mu = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        return MuonState(jnp.zeros((), jnp.int32), mu, self._others(mu))
+        begun = jnp.zeros((), jnp.int32)
+        return MuonState(begun, mu, self._others(mu), none_missed(self.jumps))
 
     def _others(self, tree: Tree) -> Tree:
         """The arrays of parameters that are no hidden matrices, in a dict of all layers."""
@@ -161,7 +166,12 @@ class Muon:
             return sharding.master_sharding(stated(self.statements, path), mesh)
 
         masters = jax.tree_util.tree_map_with_path(of_master, params)
-        return MuonState._make([sharding.replicated(mesh), masters, self._others(masters)])
+        everywhere: Any = sharding.replicated(mesh)
+        missed = everywhere if self.jumps else None
+        return MuonState._make([everywhere, masters, self._others(masters), missed])
+
+    def with_jumps(self) -> "Muon":
+        return dataclasses.replace(self, jumps=True)
 
     def choose_kernel(self, kernels: ops.Kernels) -> update_ops.OptimizerChoice:
         """The choice for parameters that have AdamW: matrices have products of cuBLAS."""
@@ -180,7 +190,7 @@ class Muon:
 
         Args: those of `Optimizer.apply`.
         """
-        c, count, applies = self.config, state.updates + 1, jnp.asarray(applies)
+        c, count, applies = self.config, seen(state) + 1, jnp.asarray(applies)
         rate = self.schedule(state.updates)
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         names = [path for path, _ in paths]  # none where a stage trains nothing
@@ -211,7 +221,8 @@ class Muon:
         new |= {path: leaf[:2] for path, leaf in zip(nu_of, others, strict=True)}
         masters, mu = (jax.tree.unflatten(structure, [new[p][i] for p in names]) for i in range(2))
         nu = jax.tree.unflatten(jax.tree.structure(state.nu), [leaf.nu for leaf in others])
-        return masters, MuonState(jnp.where(applies, count, state.updates), mu, nu)
+        updates = jnp.where(applies, state.updates + 1, state.updates)
+        return masters, MuonState(updates, mu, nu, state.missed)
 
     def _moved(
         self,
@@ -260,10 +271,10 @@ class Muon:
         return self.schedule(state.updates)
 
     def as_written(self, settings: Mapping[str, Any]) -> "Muon":
-        return self
+        return dataclasses.replace(self, jumps=settings.get("jumps", False))
 
-    def adopt(self, state: State) -> State:
-        return state
+    def adopt(self, state: MuonState) -> MuonState:
+        return state._replace(missed=none_missed(self.jumps, state))
 
 
 def scale_of(parameter: Parameter, consistent_rms: float | None) -> float:

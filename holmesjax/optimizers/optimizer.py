@@ -74,8 +74,14 @@ class Optimizer(Protocol):
     def learning_rate(self, state: State) -> jax.Array:
         """The learning rate of the next update."""
 
+    def with_jumps(self) -> "Optimizer":
+        """This optimizer where `updates` may jump: the schedule follows it, and bias does not."""
+
     def as_written(self, settings: Mapping[str, Any]) -> "Optimizer":
-        """The optimizer of a checkpoint with these settings; equal to this one if they are."""
+        """The optimizer of a checkpoint with these settings; equal to this one if they are.
+
+        Beside those of the section `optimizer`, `jumps` is whether its states have `missed`.
+        """
 
     def adopt(self, state: State) -> State:
         """A state of `as_written`, kept as this optimizer keeps it."""
@@ -104,6 +110,18 @@ def learning_rate(
     """`learning_rates.learning_rate` of update n = 0, 1, ..., as a program computes it."""
     own = learning_rates.learning_rate
     return functools.partial(own, config, num_steps, xp=jnp, tokens=tokens)
+
+
+def seen(state: State) -> jax.Array:
+    """The updates that the moments of a state have seen, by which their bias is corrected."""
+    found: jax.Array = state.updates if state.missed is None else state.updates - state.missed
+    return found
+
+
+def none_missed(jumps: bool, state: State | None = None) -> jax.Array | None:
+    """`missed` of a state that begins, or has been written by another; None without jumps."""
+    known = state.missed if state is not None else None
+    return (jnp.zeros((), jnp.int32) if known is None else known) if jumps else None
 
 
 def rounding_seed(path: tuple) -> int:

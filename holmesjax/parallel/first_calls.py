@@ -104,8 +104,31 @@ def _is_of_callback() -> bool:
 
 
 def _settle() -> None:
-    # A device computes in the order of its calls, so the last results are enough.
-    jax.block_until_ready([x for x in jax.live_arrays() if not x.is_ready()])
+    donated: dict[int, Any] = {}
+    while True:
+        arrays = [x for x in jax.live_arrays() if id(x) not in donated]
+        try:
+            # Not only those that are not ready: to ask a donated one ends the process in JAX 0.10.
+            jax.block_until_ready(arrays)
+            return
+        except RuntimeError:
+            # Another thread may have donated some meanwhile; its program has results to wait for.
+            gone = {id(x): x for x in arrays if _is_donated(x)}
+            if not gone:
+                raise
+            donated |= gone
+
+
+def _is_donated(x: Any) -> bool:
+    """Whether an array has no buffer any more. Raises what else is in the way of waiting for it."""
+    try:
+        jax.block_until_ready([x])
+    except RuntimeError as error:
+        # One that shares its buffer with the array that was donated does not say so itself.
+        if not (x.is_deleted() or "deleted or donated" in str(error)):
+            raise
+        return True
+    return False
 
 
 _turns = Turns(_settle)

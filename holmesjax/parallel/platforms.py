@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Collection
 
 import jax
+from jax._src import xla_bridge  # JAX has no public way to ask whether it has started
 from jax.sharding import Mesh
 
 from holmesjax.errors import ConfigError
@@ -17,6 +18,7 @@ NUMBERS = {
     "jax_threefry_partitionable": True,
     "jax_random_seed_offset": 0,
     "jax_default_matmul_precision": None,
+    "jax_numpy_dtype_promotion": "standard",
 }
 
 
@@ -39,6 +41,11 @@ def use_devices(kinds: Collection[str], num_devices: int, *, rehearse: bool) -> 
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:  # a backend is up, in a notebook or a test: `build_meshes` counts devices
         pass
+
+
+def has_devices() -> bool:
+    """Whether JAX has started its devices in this process: then it reads no flags any more."""
+    return xla_bridge.backends_are_initialized()
 
 
 def _refuse_other_numbers() -> None:

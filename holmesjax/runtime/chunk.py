@@ -120,6 +120,7 @@ class Chunk:
     island: int | None = None  # whose plan `plan` is, in a run with islands
     before: int = 0  # chunks of the islands before it
     islands: tuple[tuple[str, ...], ...] = ()  # the clusters of each island of the run
+    island_shares: tuple[int, ...] = ()  # of the batch, of each; empty: equal ones
     outer: OuterConfig = field(default_factory=OuterConfig)  # the rule by which islands meet
 
     @property

@@ -71,7 +71,7 @@ def _block(model: ModelConfig) -> Kind:
 
 def _timed_layers(model: ModelConfig) -> list[str]:
     """The first layers of that kind, as many as no cache holds, or all of them."""
-    names = [name for name, kind in layers(model).items() if kind is _block(model)]
+    names = [name for name, kind in layers(model).items() if kind == _block(model)]
     return names[: math.ceil(UNCACHED / _block(model).size())]
 
 

@@ -17,13 +17,15 @@ import jax
 import numpy as np
 
 from holmesjax.data.batches import Batches, model_inputs
-from holmesjax.errors import DataError
+from holmesjax.errors import LostDataError
 from holmesjax.parallel import first_calls, sharding
 from holmesjax.plan.plan import Plan
 from holmesjax.runtime.chunk import Chunk
 from holmesjax.runtime.microbatch import Batch
 from holmesjax.runtime.program_shapes import batch_shapes
 
+# What layers draw has numbers of 31 bits, and begins again behind so many sequences of a run.
+DRAWN_SEQUENCES = 2**30
 AHEAD = 2  # batches that are made or being made, besides the batch of the step
 
 
@@ -37,6 +39,15 @@ class Inputs:
     # By each chunk's place in the model. Where a training step is one program, all of its
     # microbatches are one batch, [M, B, L].
     microbatches: Mapping[int, Sequence[Batch]]
+
+
+def drawn_numbers(first_sequence: int, start_M: np.ndarray) -> np.ndarray:
+    """The numbers from which layers draw for the first sequences of microbatches, int32 [M].
+
+    >>> drawn_numbers(2**40 + 2**30 - 8, np.array([0, 8], np.int32)).tolist()
+    [1073741816, 0]
+    """
+    return (start_M + np.int32(first_sequence % DRAWN_SEQUENCES)) % np.int32(DRAWN_SEQUENCES)
 
 
 class Placer:
@@ -101,7 +112,8 @@ class Placer:
             ]
             if chunk.draws:
                 start_M = self._start_M[:num_microbatches]
-                first_M = first_sequence + start_M if trains else -np.ones_like(start_M)
+                of_run_M = drawn_numbers(first_sequence, start_M)
+                first_M = of_run_M if trains else -np.ones_like(start_M)
                 for m, batch in enumerate(placed[chunk.index]):
                     own = first_M if is_stacked else first_M[m]
                     batch["sequence"] = sharding.put(own, sharding.replicated(chunk.mesh))
@@ -127,11 +139,12 @@ class Placer:
         batches = batches.of_size(what.global_batch)
         own = batches.train(what.first_sequence, self.row_MN[:count].ravel())
         host = model_inputs(own, self.names)
+        first_draw = what.first_sequence if what.first_draw is None else what.first_draw
         with first_calls.moving():
             return self.place(
                 host,
                 own.num_targets,
-                first_sequence=what.first_sequence,
+                first_sequence=first_draw,
                 num_microbatches=count,
             )
 
@@ -153,6 +166,7 @@ class Step:
 
     first_sequence: int
     global_batch: int
+    first_draw: int | None = None  # the number of its first in what layers draw; None: the same
 
 
 @dataclass(frozen=True)
@@ -199,7 +213,10 @@ class Feed:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def take(self) -> Inputs:
-        """The next batch. Raises what made it fail, and DataError where it does not come."""
+        """The next batch. Raises what made it fail, and LostDataError where it does not come.
+
+        A file system whose server is away lets a read wait, and may be back for another start.
+        """
         future = self._ahead.popleft()
         self._make_ahead()
         try:
@@ -207,12 +224,12 @@ class Feed:
         except TimeoutError as error:
             if future.done():
                 raise
-            raise DataError(
+            raise LostDataError(
                 "data.corpus",
                 "a batch could not be made in time",
                 found=f"nothing for {self._timeout_s:g} s",
-                fix="look at the memory and the processors of this host, or raise "
-                "distributed.start_timeout_s",
+                fix="look at the file system of the corpus, and at the memory and processors here, "
+                "or raise distributed.start_timeout_s",
             ) from error
 
     def _make_ahead(self) -> None:

@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
-from holmesjax.config import DistributedConfig
+from holmesjax.config import DistributedConfig, TrainConfig
 
 # The phase of a process. Steps have a pace, validation reports each batch, and a checkpoint takes
 # as long as the disks take.
@@ -28,15 +28,22 @@ class Progress:
 
     Args:
       config: `step_timeout_s`, and `start_timeout_s` for the first steps and for checkpoints.
+      train: says how many sequences a step has, where they may be more than before. None: all that
+        begins takes as long.
       clock: seconds that only grow.
     """
 
-    def __init__(self, config: DistributedConfig, clock: Callable[[], float] = time.monotonic):
-        self._config, self._clock = config, clock
+    def __init__(
+        self,
+        config: DistributedConfig,
+        train: TrainConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._config, self._train, self._clock = config, train, clock
         self._lock = threading.Lock()
-        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)  # for each sequence
         self._median_s = 0.0  # of them; a job asks for its limit at every message of a process
-        self._saving: set[int] = set()  # the processes that wait for a checkpoint
+        self._at: dict[Activity, set[int]] = {work: set() for work in get_args(Activity)}
         self._step, self._step_s, self._noted_s = 0, 0.0, clock()
         self._num_noted = 0
 
@@ -55,13 +62,13 @@ class Progress:
         """
         with self._lock:
             self._note()
-            if work == "checkpoint":
-                self._saving.add(process)
-            else:
-                self._saving.discard(process)
+            for processes in self._at.values():
+                processes.discard(process)
+            self._at[work].add(process)
             if work == "step" and step > self._step:
                 if self._step:
-                    self._recent_s.append(self._noted_s - self._step_s)
+                    step_s = self._noted_s - self._step_s
+                    self._recent_s.append(step_s / self._batch_of(self._step))
                     self._median_s = statistics.median(self._recent_s)
                 self._step, self._step_s = step, self._noted_s
 
@@ -87,14 +94,25 @@ class Progress:
     def _limit(self) -> tuple[float, str]:
         with self._lock:
             set_s, num_recent = self._config.step_timeout_s, len(self._recent_s)
-            median_s, is_saving = self._median_s, bool(self._saving)
+            is_saving, is_validating = bool(self._at["checkpoint"]), bool(self._at["validation"])
+            batch = self._batch_of(None if is_validating else self._step)
+            median_s = batch * self._median_s
         limit_s, name = self._config.start_timeout_s, "distributed.start_timeout_s"
         if set_s is not None and num_recent:
             limit_s, name = set_s, "distributed.step_timeout_s"
         elif num_recent >= NUM_KNOWN:
             limit_s = max(FACTOR * median_s, LEAST_S)
-            name = f"{FACTOR:g} times the median step of {median_s:.3g} s and at least {LEAST_S:g}"
+            ramps = self._train is not None and self._train.rampup
+            of_batch = f", for {batch} sequences," if ramps else ""
+            name = f"{FACTOR:g} times the median step of {median_s:.3g} s{of_batch}"
+            name += f" and at least {LEAST_S:g}"
         if is_saving and limit_s < self._config.start_timeout_s:
             limit_s = self._config.start_timeout_s
             name = "distributed.start_timeout_s, which counts for a checkpoint"
         return limit_s, f"{limit_s:.0f} s ({name})"
+
+    def _batch_of(self, step: int | None) -> int:
+        """The sequences of a step; of a batch of validation, which does not ramp, if it is None."""
+        if self._train is None:
+            return 1
+        return self._train.global_batch if step is None else self._train.batch_of(step)

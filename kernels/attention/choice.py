@@ -128,11 +128,14 @@ def is_nvidia(device: Any) -> bool:
     return device.platform == "gpu" and "NVIDIA" in device.device_kind
 
 
+BEFORE_HOPPER = (8, 9)  # a compute capability
+
+
 def is_hopper(device: Any) -> bool:
-    return is_nvidia(device) and _capability(device) == (9, 0)
+    return is_nvidia(device) and capability(device) == (9, 0)
 
 
-def _capability(device: Any) -> tuple[int, ...]:
+def capability(device: Any) -> tuple[int, ...]:
     """The compute capability: (9, 0) of a Hopper GPU, (0,) where JAX does not say."""
     return tuple(map(int, str(getattr(device, "compute_capability", None) or 0).split(".")))
 
@@ -140,7 +143,7 @@ def _capability(device: Any) -> tuple[int, ...]:
 def _is_too_old(device: Any) -> str | None:
     if not is_nvidia(device):
         return f"{device.device_kind} devices: supported are NVIDIA GPUs"
-    if _capability(device) < (8, 0):
+    if capability(device) < (8, 0):
         return f"{device.device_kind} devices: supported are NVIDIA GPUs from Ampere on"
     return None
 
@@ -154,7 +157,7 @@ def _is_too_precise(dtype: str) -> str | None:
 def _cudnn_refuses(device: Any, needs: Needs) -> str | None:
     if reason := _is_too_old(device) or _is_too_precise(needs.dtype):
         return reason
-    widest = 256 if _capability(device) >= (9, 0) else 128
+    widest = 256 if capability(device) >= (9, 0) else 128
     if needs.head_width > widest or needs.head_width % 8:
         return f"heads {needs.head_width} wide: supported are multiples of 8 up to {widest}"
     if needs.is_cut:  # JAX gives a log-sum-exp in the dtype of the output only

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, restoring
+from holmesjax.checkpoints import fetching, manifest, restoring
 from holmesjax.data import tokenizer_files
 from holmesjax.data.byte_tokenizer import BEGIN, ByteTokenizer
 from holmesjax.errors import CheckpointError, ConfigError
@@ -135,10 +135,18 @@ def test_a_model_of_more_ids_than_bytes_makes_text():
 # ---- run folders and the command line ------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["here", "url"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch, place):
     model = make_model()
     write(tmp_path, model, steps=(1, 2))
-    damage(tmp_path, 2)
+    if place == "here":
+        damage(tmp_path, 2)
+
+    def bring(checkpoint, _):
+        if place == "url" and checkpoint.step == 2:
+            raise manifest.damaged(checkpoint, "part_0/a", "is damaged", "another SHA-256")
+
+    monkeypatch.setattr(fetching, "bring_of_url", bring)
     monkeypatch.setattr(jobs, "load_config", lambda _: SimpleNamespace(model=model))
     said, before = [], folders(tmp_path)
     sampler = Sampler.load(tmp_path, said.append)
@@ -150,6 +158,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted[key]))
 
 
+@pytest.mark.one_version
 def test_a_run_is_sampled_on_one_device_as_planned_and_by_processes(tmp_path, capsys):
     """The lines of JSON are the same, and those of a run with another tokenizer are refused."""
     corpus, run = tmp_path / "corpus", tmp_path / "run"

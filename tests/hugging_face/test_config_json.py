@@ -10,6 +10,7 @@ from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hugging_face import config_json, config_json_export
 from holmesjax.hugging_face.config_json import ConfigJson
 from holmesjax.hugging_face.config_json_export import canonical
+from holmesjax.hugging_face.export import kept_dtype
 from tests.cases import cases
 from tests.hugging_face.families import CONFIGS, config_of, model_of
 
@@ -131,13 +132,41 @@ def test_an_unchanged_model_keeps_the_keys_with_which_it_came(family: str):
     model = ModelConfig(**kept.settings())
     exported = config_json_export.exported(model, kept, family, "bfloat16")
     assert exported | values == exported
+    by_part = dataclasses.replace(kept, values=values | {"dtype": {"text_config": "bfloat16"}})
+    assert kept_dtype(by_part) == "float32"
     if family != "gpt2":  # whose positions are an array
         shorter = dataclasses.replace(model, context_length=8)
         assert config_json_export.exported(shorter, kept, family, "bfloat16") == exported
+        longer = dataclasses.replace(model, context_length=1 << 17)
+        again = config_json_export.exported(longer, kept, family, "bfloat16")
+        key = config_json.FAMILIES[family].keys["context_length"]
+        assert (again[key], again["an_unknown_key"]) == (1 << 17, [1])
     wider = dataclasses.replace(model, vocab_size=100)
     changed = config_json_export.exported(wider, kept, family, "bfloat16")
     key = config_json.FAMILIES[family].keys["vocab_size"]
     assert (changed[key], changed["an_unknown_key"], changed["eos_token_id"]) == (100, [1], 2)
+
+
+def test_code_beside_a_model_counts_where_its_class_is_another_than_the_familys():
+    """Phi-3, Phi-4-mini and DeepSeek-V3 are published with copies of classes of transformers."""
+    published = {
+        "phi3": {
+            **{"AutoConfig": "configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"},
+            "AutoModelForCausalLM": "org/name--modeling_phi3.Phi3ForCausalLM",
+        },
+        "deepseek_v3": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+    }
+    for family, classes in published.items():
+        values = config_of(family) | {"auto_map": classes}
+        kept = ConfigJson(where="config.json", family=family, values=values)
+        model = ModelConfig(**kept.settings())
+        assert canonical(model) == canonical(model_of(family))
+        exported = config_json_export.exported(model, kept, family, "bfloat16")
+        assert "auto_map" not in exported, "it has no such files"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -152,10 +181,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "weight_block_size",
     ),
     ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ("phi3", {"auto_map": {"AutoModelForCausalLM": "x.Phi3SmallForCausalLM"}}, "auto_map"),
+    (
+        "phi3",
+        {"auto_map": {"AutoModelForCausalLM": "x.Phi3ForCausalLM", "AutoConfig": "x.OtherConfig"}},
+        "auto_map",
+    ),
+    ("llama", {"auto_map": "x.LlamaForCausalLM"}, "auto_map"),
+    ("llama", {"is_causal": False}, "is_causal"),
+    ("qwen3", {"per_layer_config": {"1": {"sliding_window": 8}}}, "per_layer_config"),
     ("qwen2", {"num_experts": 8}, "num_experts"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
     ("llama", {"rope_parameters": {"rope_type": "axial"}}, "rope_parameters.rope_type"),
     ("phi3", {"rope_scaling": {"type": "su"}}, "rope_scaling.rope_type"),
+    ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type"),
+    # What transformers 5.23 and 4.57 make of these is not the same, or no more than a default.
+    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_scaling.type"),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters"),
     ("llama", {"rope_scaling": [1]}, "rope_scaling"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -172,6 +216,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": True}, "hidden_size"),
     ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ("llama", {"rms_norm_eps": 0}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ("llama", {"rope_theta": "1e4"}, "rope_theta"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),

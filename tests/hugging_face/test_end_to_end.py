@@ -29,7 +29,7 @@ from tests.models.families import MODELS
 SLOW = pytest.mark.exhaustive
 # Layers of a family, the one with the most settings first; others in make test-all.
 FAMILIES = [
-    pytest.param("gemma2", 2),
+    pytest.param("gemma2", 2, marks=[pytest.mark.one_version]),
     *(pytest.param(family, 7, marks=[SLOW]) for family in MODELS if family != "gemma2"),
 ]
 TOKENS = (7 * np.arange(32) + 3) % 256
@@ -102,11 +102,16 @@ def test_a_model_comes_trains_on_two_plans_and_leaves(family, num_layers, tmp_pa
         np.testing.assert_allclose(found, theirs.logits, atol=NEAR)
 
 
-def test_an_imported_model_with_experts_is_exported_with_all_its_bits(tmp_path):
-    """The loads of experts are parameters of the run, and of no folder."""
+@pytest.mark.parametrize("family, settings", [("qwen3_moe", []), ("llama", ["model.fp8={}"])])
+def test_an_imported_model_is_exported_with_all_its_bits(family, settings, tmp_path, capsys):
+    """Loads of experts are parameters of the run, and of no folder; fp8 is of training alone."""
     source, out = tmp_path / "in", tmp_path / "out"
-    write_folder(source, "qwen3_moe", 2)
-    assert main(["import", str(source), "--to", str(tmp_path / "run")]) == 0
+    write_folder(source, family, 2)
+    about = json.loads((source / "config.json").read_text())
+    dropped = {"attention_dropout": 0.1, "resid_pdrop": 0.0, "hidden_dropout": None}
+    (source / "config.json").write_text(json.dumps({**about, **dropped}))
+    assert main(["import", str(source), "--to", str(tmp_path / "run"), *settings]) == 0
+    assert "not used    attention_dropout 0.1: steps drop" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), "--out", str(out)]) == 0
     found, wanted = (load_file(where / "model.safetensors") for where in (out, source))
     assert found.keys() == wanted.keys()

@@ -79,7 +79,7 @@ def test_what_an_export_would_lose_is_refused_before_anything_is_written(tmp_pat
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "generation_config.json").write_text("{")
     config = export.config_of(model, None, "qwen2", "float32")
-    for own, problem in (
+    for lost, problem in (
         ({"tokenizer": tokenizer}, "gives eos_token flags that transformers drops"),
         ({"kept": tmp_path / "kept"}, "generation_config.json: is no JSON"),
     ):
@@ -90,7 +90,7 @@ def test_what_an_export_would_lose_is_refused_before_anything_is_written(tmp_pat
 
         out = tmp_path / "absent" / "out"
         with pytest.raises((CheckpointError, DataError), match=problem):
-            export.write(out, config, model, layers(), max_bytes=10**9, **own)
+            export.write(out, config, model, layers(), max_bytes=10**9, **lost)
         assert not out.parent.exists()
 
 

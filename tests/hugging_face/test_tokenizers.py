@@ -351,6 +351,22 @@ def test_marks_that_only_an_unknown_class_could_say_are_asked_for(name, config, 
     assert tokenizer_files.load(path).template.render(HI) == ""
 
 
+def test_a_class_of_llama_over_pieces_of_bytes_gives_no_marks(tmp_path):
+    """Version 4.57 takes the class and its <s>, and 5.23 takes no class there."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    config = {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ bos_token }}"}
+    path = write(tmp_path / "t", tokenizer, {**config, "eos_token": "</s>"})
+    with pytest.raises(DataError, match="does not say what bos_token is"):
+        tokenizer_files.load(path)
+    said = {"bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | said))
+    assert tokenizer_files.load(path).template.render(HI) == "<s>"
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "x"}))
+    with pytest.raises(DataError, match="does not say which token ends a document"):
+        tokenizer_files.load(path)
+
+
 # Decoded by transformers 5.23; on the exports by 4.57, too.
 @pytest.mark.parametrize(
     "kind, more, want",
@@ -432,7 +448,7 @@ def write_model(path: Path, **changes: object) -> ModelConfig:
     return model
 
 
-def test_an_export_mixes_no_two_tokenizers(tmp_path):
+def test_an_export_mixes_no_two_tokenizers(tmp_path, capsys):
     """The base has a template and marks in files that the tokenizer of the run does not have."""
     base, out = tmp_path / "base", tmp_path / "out"
     write_model(base, bos_token_id=0)
@@ -454,7 +470,11 @@ def test_an_export_mixes_no_two_tokenizers(tmp_path):
     data += [f"data.tokenizer={own}", "data.packing=best_fit", "data.validation_fraction=0.0"]
     more = ["train.global_batch=2", "train.steps=2", "train.eval_every=0"]
     assert main(["import", str(base), "--to", *run, *data, *more]) == 0
+    capsys.readouterr()
     assert main(["export", run[0], "--out", str(out)]) == 0
+    first, *others = capsys.readouterr().out.split(f"{out}: ")[1].strip().split(", ")
+    assert first == "model.safetensors"
+    assert {first, *others} == {path.name for path in out.iterdir()}
     weights = {"config.json", "generation_config.json", "model.safetensors"}
     tokens = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in out.iterdir()} == weights | tokens

@@ -6,6 +6,7 @@ The oracle draws by the number of each sequence and trains adapters alone. So th
 
 import dataclasses
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -161,3 +162,10 @@ def test_what_is_dropped_is_drawn_again():
     [kind] = kinds(MODEL).blocks
     stage = shape_of(sequences=3, dtype="bfloat16")
     assert 3 * 16 * memory.residual_bytes(MODEL, kind, stage) == pytest.approx(found, rel=0.04)
+
+
+def test_all_bits_of_a_seed_count():
+    keys = [tuple(keys_of(seed, "embed", jnp.arange(1))[0].tolist()) for seed in (7, 2**40 + 7)]
+    of_jax = jax.random.fold_in(jax.random.key(7), zlib.crc32(b"embed"))
+    assert keys[0] == tuple(jax.random.key_data(jax.random.fold_in(of_jax, 0)).tolist())
+    assert keys[1] != keys[0]

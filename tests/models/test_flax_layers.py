@@ -132,3 +132,23 @@ def own_model(*changed):
 def test_a_module_that_cannot_be_a_layer_is_refused(make, message):
     with pytest.raises(ConfigError, match=rf"model.module: .*{message}"):
         layers(own_model(make()))
+
+
+class Scaled(nn.Module):
+    scale: float | np.ndarray
+
+    @nn.compact
+    def __call__(self, x):
+        return self.scale * nn.Dense(WIDTH)(x)
+
+
+def test_layers_of_equal_modules_are_equal():
+    """Also where each is made by itself. One with an array is equal to itself alone."""
+    make = lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    assert linen(Scaled(0.5)) == linen(Scaled(0.5)) != linen(Scaled(0.6))
+    assert nnx_layer(make) == nnx_layer(make)
+    layer = linen(Scaled(np.ones((1, WIDTH))))
+    assert len({layer, layer}) == 1
+    assert layer.apply(
+        layer.init(jax.random.key(0), jnp.ones((1, WIDTH))), jnp.ones((1, WIDTH))
+    ).shape

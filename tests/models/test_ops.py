@@ -1,5 +1,7 @@
 """How array functions are chosen, and those that have no kernel."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,3 +141,17 @@ def test_many_logits_are_cut_into_chunks():
     mesh = Mesh(first_devices(8).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     assert chunks("auto", 4, 4096, 2048, mesh) == 4
     assert chunks("auto", 4, 4096, 2048, mesh, logit_bytes=2**30) == 2
+
+
+def test_the_oldest_device_of_a_stage_chooses_its_kernels():
+    """Kernels for Hopper GPUs alone are no choice where there are later ones."""
+
+    def of(*capabilities):
+        shared = {"platform": "gpu", "device_kind": "NVIDIA GPU"}
+        devices = [SimpleNamespace(**shared, compute_capability=x) for x in capabilities]
+        mesh = SimpleNamespace(devices=np.array([devices], object))
+        return ops.Kernels(mesh=mesh).device.compute_capability
+
+    assert of("9.0", "9.0") == "9.0"
+    assert of("9.0", "8.0", "10.0") == "8.0"
+    assert of("10.0", "9.0") == "8.9"

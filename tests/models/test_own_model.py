@@ -23,6 +23,7 @@ from holmesjax.models.layer import apply
 from holmesjax.models.own_kinds import draw
 from holmesjax.models.own_model import functions, layers_of, name_of, next_token_losses
 from holmesjax.optimizers.optimizer import learning_rate
+from holmesjax.parallel import platforms
 from holmesjax.runtime.compilation import compile_chunks
 from holmesjax.runtime.pipeline import make_runner
 from holmesjax.runtime.programs import ProgramKey
@@ -169,12 +170,26 @@ def changed(layer, **changes):
     return dataclasses.replace(layer, **changes)
 
 
+@dataclasses.dataclass
+class Unlike:
+    """A function that Python cannot hash."""
+
+    scale: float
+
+    def __call__(self, params, x):
+        return self.scale * x
+
+
 NARROW = functions(own_model.init_block, lambda params, x: x[..., :8])
 NOTHING = functions(own_model.init_block, lambda params, x: None)
 MISTAKES = {
     "no input": (
         (changed(FIRST, reads=()), MIDDLE, LAST),
         r"has a first layer that reads nothing: embed \(embed\)",
+    ),
+    "no hash": (
+        (FIRST, changed(MIDDLE, apply=Unlike(1.0)), LAST),
+        r"must give layers that can be compared\n  found: block: unhashable type: 'Unlike'",
     ),
     "no layer": ((FIRST, 3, LAST), r"must give a list of layers\n  found: int in its list"),
     "number": (
@@ -262,6 +277,13 @@ def test_a_model_must_be_found_by_its_name():
             layers(make_model(module=name))
 
 
+def test_a_model_that_starts_jax_before_its_run_is_refused(monkeypatch):
+    has_devices = iter([False, True])
+    monkeypatch.setattr(platforms, "has_devices", lambda: next(has_devices))
+    with pytest.raises(ConfigError, match="makes arrays of JAX before the run has its devices"):
+        layers(make_model(module=name_of(own_model.language_model), num_layers=1))
+
+
 def defined_again(middle):
     """The same name for another function, as a cell of a notebook that is run again gives it."""
 
@@ -278,11 +300,16 @@ def test_a_function_that_is_defined_again_is_traced_again(tmp_path):
     settings = ["model.num_layers=1", *SETTINGS[:2], "run.rehearse=true"]
     jax.devices()
     found = []
-    for label in ("one", "other"):
+    for label in ("one", "other", "third"):
         model = defined_again(changed(MIDDLE, label=label))
-        run = Trainer(run_file, settings, model=model).job
-        found.append(layers(run.config.model)["block_000"].name)
-    assert found == ["one", "other"]
+        by_name = [*settings, f"model.module={name_of(model)}"]
+        run = Trainer(
+            run_file,
+            by_name if label == "third" else settings,
+            model=None if label == "third" else model,
+        )
+        found.append(layers(run.job.config.model)["block_000"].name)
+    assert found == ["one", "other", "third"]
 
 
 def test_settings_of_our_own_layers_are_refused():

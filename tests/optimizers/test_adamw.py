@@ -163,8 +163,13 @@ def test_matrices_decay_and_nothing_else():
     assert found.keys() >= {"embed/token_VD", "embed/position_PD", "block_000/mlp_norm/bias_D"}
 
 
-def test_adamw_equals_its_formulas():
-    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, in float64."""
+@pytest.mark.parametrize("begun, jump", [(0, None), (0, 7), (25, -3)])
+def test_adamw_equals_its_formulas(begun, jump):
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, in float64.
+
+    Moments count their own updates where other islands move the schedule, which begins late and
+    jumps: their bias is corrected from zero.
+    """
     config = OptimizerConfig(
         learning_rate=0.1, schedule="linear", warmup_steps=3, weight_decay=0.2, epsilon=1e-6
     )
@@ -172,10 +177,14 @@ def test_adamw_equals_its_formulas():
     params = {"block_000": {"up_DF": random.normal(size=(4, 3)), "scale_D": random.normal(size=4)}}
     rate = learning_rate(config, NUM_STEPS)
     optimizer = make_optimizer(config, NUM_STEPS, stated(params))
+    optimizer = optimizer.with_jumps() if jump else optimizer
     got = {"block_000": {k: np.float32(v) for k, v in params["block_000"].items()}}
     state = optimizer.init(got)
     moments = {k: [np.zeros_like(v), np.zeros_like(v)] for k, v in params["block_000"].items()}
     for step in range(10):
+        if jump and (change := {0: begun, 4: jump}.get(step)):
+            state = state._replace(updates=state.updates + change, missed=state.missed + change)
+        position = int(state.updates)
         gradient = {k: random.normal(size=v.shape) for k, v in params["block_000"].items()}
         updates, state = optimizer.update(
             {"block_000": {k: np.float32(v) for k, v in gradient.items()}}, state, got
@@ -189,9 +198,10 @@ def test_adamw_equals_its_formulas():
             v_hat = v / (1 - config.beta2 ** (step + 1))
             theta = params["block_000"][name]
             decay = config.weight_decay * theta if name == "up_DF" else 0.0
-            theta -= float(rate(step)) * (m_hat / (np.sqrt(v_hat) + config.epsilon) + decay)
+            theta -= float(rate(position)) * (m_hat / (np.sqrt(v_hat) + config.epsilon) + decay)
     for name, want in params["block_000"].items():
         np.testing.assert_allclose(got["block_000"][name], want, rtol=2e-5, atol=1e-6)
+    assert int(state.updates) == 10 + begun + (jump or 0)
 
 
 def test_it_is_one_of_optax_transformations():

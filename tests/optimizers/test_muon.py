@@ -75,6 +75,22 @@ def test_two_updates_worked_in_float64(rms):
     np.testing.assert_allclose(params["block_000"]["up_DF"].ravel(), GOLDEN[rms], atol=1e-6)
 
 
+def test_what_is_no_matrix_has_the_step_of_adamw_where_its_schedule_jumps():
+    """The step of AdamW, which `test_adamw` holds to its formulas."""
+    stated = {"head": {"scale_D": Parameter(name="scale_D", shape=(5,), initial=ZERO)}}
+    found = []
+    for name in ("muon", "adamw"):
+        config = OptimizerConfig(name=name, learning_rate=0.1, beta2=0.999, schedule="linear")
+        optimizer = make_optimizer(config, 90, stated).with_jumps()
+        params = {"head": {"scale_D": jnp.ones(5)}}
+        state = optimizer.init(params)
+        state = state._replace(updates=state.updates + 40, missed=state.missed + 40)
+        for seed in range(3):
+            params, state = optimizer.apply({"head": {"scale_D": normal(seed, 5)}}, state, params)
+        found.append(params["head"]["scale_D"])
+    np.testing.assert_array_equal(*found)
+
+
 def test_directions_are_those_of_optax_where_both_take_a_matrix():
     """A first update without momentum before it; heads are one matrix, as told."""
     gradient = normal(0, 16, 4, 12)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 from jax._src import compiler, pjit
 from jax._src.interpreters import pxla
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from holmesjax import Trainer
 from holmesjax.generation.sampler import Sampler
@@ -22,7 +24,7 @@ from holmesjax.parallel.first_calls import Turns
 from holmesjax.runtime.pipeline import Pipeline
 from holmesjax.transport import tcp
 from holmesjax.transport.crossings import Key
-from tests.jobs import ROOT, write_run
+from tests.jobs import HANG_S, ROOT, write_run
 from tests.two_stages import make_crossing, make_plan, start_pair, together
 
 
@@ -90,7 +92,7 @@ class Device:
         return noted
 
     def live_arrays(self):
-        return [SimpleNamespace(is_ready=lambda: False, number=number) for number in self._pending]
+        return [SimpleNamespace(number=number) for number in self._pending]
 
     def block_until_ready(self, arrays):
         if arrays:
@@ -194,7 +196,7 @@ class Threads:
     def end(self, *names):
         self._note(self._ends.update, names)
 
-    def become(self, *names, within_s=20.0):
+    def become(self, *names, within_s=60.0):
         with self._changed:
             return self._changed.wait_for(lambda: self.inside == set(names), within_s)
 
@@ -230,7 +232,25 @@ def test_a_program_inside_of_another_use_waits_for_no_turn_of_its_own_thread():
                 done.set()
 
         _thread.start_new_thread(callback, ())  # as XLA starts one, without Python's `threading`
-        assert done.wait(20)
+        assert done.wait(60)
+
+
+def test_an_array_that_another_thread_donates_meanwhile_is_not_waited_for(monkeypatch):
+    array = jax.device_put(np.ones(4, np.float32))
+    monkeypatch.setattr(jax, "live_arrays", Mock(return_value=[array]))
+    with monkeypatch.context() as patched:
+        failed = Mock(side_effect=RuntimeError("out of memory"))
+        patched.setattr(jax, "block_until_ready", failed)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first_calls._settle()
+    array.delete()
+    parts = [jax.device_put(np.ones((1, 4), np.float32), device) for device in jax.devices()[:2]]
+    rows = NamedSharding(Mesh(np.array(jax.devices()[:2]), ["x"]), PartitionSpec("x"))
+    both = jax.make_array_from_single_device_arrays((2, 4), rows, parts)
+    parts[1].delete()
+    assert not both.is_deleted()  # though a part of it is
+    jax.live_arrays.side_effect = [[array, both], [array]]
+    first_calls._settle()
 
 
 CALLS_BACK = """
@@ -252,5 +272,5 @@ print([call(np.float32(x)).tolist() for x in (1, 2)])
 def test_a_program_that_calls_python_back_lets_its_threads_compile():
     """The simulator of kernels does so; the call and its threads would wait for each other."""
     command = [sys.executable, "-c", CALLS_BACK]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout == "[[2.0, 3.0], [4.0, 6.0]]\n", done.stderr

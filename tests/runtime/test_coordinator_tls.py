@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from holmesjax.runtime import domain
-from holmesjax.transport import connections, tls
+from holmesjax.transport import tls
+from tests.jobs import HANG_S, free_listen
 
 KEY = bytes(range(32))
 COORDINATOR = f"""
@@ -25,8 +26,8 @@ from holmesjax.runtime import domain
 
 jax.config.update("jax_platforms", "cpu")
 processes = tuple(SimpleNamespace(rank=rank, devices=(rank,), name="") for rank in range(2))
-config = SimpleNamespace(start_timeout_s=60.0, heartbeat_timeout_s=60.0)
-domain.join(processes[0], processes, ("127.0.0.1", int(sys.argv[1])), config, {KEY})
+config = SimpleNamespace(start_timeout_s=240.0, heartbeat_timeout_s=60.0)
+domain.join(processes[0], processes, (sys.argv[1], int(sys.argv[2])), config, {KEY})
 """
 
 
@@ -35,9 +36,9 @@ domain.join(processes[0], processes, ("127.0.0.1", int(sys.argv[1])), config, {K
     reason="this JAX cannot encrypt what goes to its coordinator",
 )
 def test_the_coordinator_speaks_with_holders_of_the_key_only():
-    with connections.listen("127.0.0.1") as sock:
-        address = connections.address_of(sock)
-    with subprocess.Popen([sys.executable, "-c", COORDINATOR, str(address[1])]) as process:
+    host, port = free_listen().split(":")
+    address = (host, int(port))
+    with subprocess.Popen([sys.executable, "-c", COORDINATOR, host, port]) as process:
         try:
             own = tls.authority(KEY)
             assert first_bytes(address, own.issue(uri=domain.DOMAIN_URI)) != b""
@@ -61,10 +62,10 @@ def first_bytes(address, pem):
     if pem is not None:
         with contextlib.closing(tls.SecretFile(pem)) as file:
             context.load_cert_chain(file.path)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while True:
         try:
-            sock = socket.create_connection(address, 60)
+            sock = socket.create_connection(address, HANG_S)
             break
         except ConnectionRefusedError:
             assert time.monotonic() < deadline_s

@@ -173,6 +173,7 @@ def profile(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.one_version
 def test_a_device_is_measured_and_the_planner_takes_it(folder):
     done = profile(folder)
     assert done.returncode == 0, done.stderr

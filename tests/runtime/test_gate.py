@@ -1,6 +1,5 @@
 """Processes of a domain meet at a gate, over the real key-value store of JAX, in few messages."""
 
-import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ import pytest
 from jax._src.lib import _jax
 
 from holmesjax.runtime.domain import Gate
+from tests.jobs import free_listen
 
 NUM_PROCESSES = 5
 LIMIT_MS = 60_000
@@ -31,9 +31,7 @@ class CountedClient:
 @pytest.fixture
 def gates():
     """A gate for each process of a domain, whose clients are threads of this one."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    address = free_listen()
     service = _jax.get_distributed_runtime_service(address, NUM_PROCESSES)
     clients = [
         _jax.get_distributed_runtime_client(address, number, init_timeout=60)
@@ -65,7 +63,7 @@ def test_all_go_when_the_last_has_come_and_waiting_costs_no_messages(gates):
         time.sleep(0.5)
         assert not any(future.done() for future in early)
         for future in [*come(gates[:1], "begun"), *early]:
-            future.result(30.0)
+            future.result(LIMIT_MS / 1000)
     for gate in gates:
         messages = gate._client.messages
         assert messages["key_value_dir_get"] == 0, "a listing costs as much as there are processes"
@@ -84,14 +82,14 @@ def test_a_failure_sends_all_away_who_wait_or_come_later(gates):
     late = [*come(gates[3:4], "written"), *come(gates[4:], "another key")]
     for future in [*waiting, *late]:
         with pytest.raises(OSError, match="another process of the stage has failed"):
-            future.result(30.0)
+            future.result(LIMIT_MS / 1000)
     for gate in gates:  # the next thing begins anew
         gate.begin()
     for future in come(gates, "written"):
-        future.result(30.0)
+        future.result(LIMIT_MS / 1000)
 
 
 def test_nobody_waits_past_the_deadline(gates):
     [waiting] = come(gates[:1], "begun", timeout_ms=300)
     with pytest.raises(TimeoutError, match="within 300 ms"):
-        waiting.result(30.0)
+        waiting.result(LIMIT_MS / 1000)

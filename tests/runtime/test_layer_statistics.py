@@ -77,6 +77,7 @@ def test_norms_by_kind_are_those_of_one_device(plan):
             np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.one_version
 def test_a_run_whose_batch_grows_records_the_norms_of_each_batch(tmp_path):
     """Its first step is that of a run with the small batch."""
     records = []

@@ -18,6 +18,7 @@ from holmesjax.models import ops
 from holmesjax.runtime.pipeline import make_runner
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model, put, train_step
 from tests.one_device import RTOL, SEED, assert_trees_near
+from tests.versions import rows
 
 pytestmark = pytest.mark.xdist_group("packed_rows")
 
@@ -93,7 +94,7 @@ def where_documents_are():
     return alone, packed
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("positions", rows({name: name for name in ("rotary", "learned")}))
 def test_each_document_of_a_row_has_the_losses_that_it_has_alone(positions):
     runner = runner_of(positions)
     alone, packed = where_documents_are()
@@ -109,8 +110,13 @@ def test_each_document_of_a_row_has_the_losses_that_it_has_alone(positions):
 
 @pytest.mark.parametrize(
     "positions, name",
-    [("rotary", "one"), ("learned", "one"), ("learned", "cut")],
-    ids=["rotary", "learned", "learned on devices that share sequences"],
+    rows(
+        {
+            "learned on devices that share sequences": ("learned", "cut"),
+            "learned": ("learned", "one"),
+            "rotary": ("rotary", "one"),
+        }
+    ),
 )
 def test_a_step_of_packed_rows_is_that_of_the_documents_alone(positions, name):
     found = []

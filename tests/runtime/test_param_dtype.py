@@ -38,6 +38,12 @@ PLANS = {
     ),
 }
 
+MARKS = {  # the others are tested often, with each version of JAX
+    "two stages of another optimizer": [pytest.mark.exhaustive],
+    "one program, replicas": [pytest.mark.one_version],
+    "matrices that Muon moves": [pytest.mark.one_version],
+}
+
 
 def kept(model, plan, config=SMOOTH):
     return [
@@ -82,10 +88,7 @@ def wanted(model, config, num_sequences):
 
 @pytest.mark.parametrize(
     "plan, config",
-    [
-        pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] if case[1] is SGD else [])
-        for name, case in PLANS.items()
-    ],
+    [pytest.param(*case, id=name, marks=MARKS.get(name, [])) for name, case in PLANS.items()],
 )
 def test_updates_are_those_of_one_device_rounded_by_numpy(plan, config):
     check(MODEL, plan, config)

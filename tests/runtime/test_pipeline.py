@@ -124,13 +124,17 @@ UNROUNDED = {
     "split backward": {"split": (1, 1), "schedule": "zero_bubble"},
     "fsdp": {"split": (2,), "fsdp": 2, "checkpointing": "dots"},
 }
-ORDINARY = {("checkpoints", "chunked"), ("split backward", "reference"), ("fsdp", "chunked")}
+ORDINARY = {  # their marks
+    ("checkpoints", "chunked"): [pytest.mark.one_version],
+    ("split backward", "reference"): [pytest.mark.one_version],
+    ("fsdp", "chunked"): [],
+}
 
 
 @pytest.mark.parametrize(
     "name, cross_entropy",
     [
-        pytest.param(*case, marks=[] if case in ORDINARY else pytest.mark.exhaustive)
+        pytest.param(*case, marks=ORDINARY.get(case, [pytest.mark.exhaustive]))
         for case in itertools.product(UNROUNDED, ["reference", "chunked"])
     ],
 )

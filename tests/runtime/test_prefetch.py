@@ -9,7 +9,7 @@ import pytest
 from holmesjax.data import text
 from holmesjax.data.batches import Batches, model_inputs
 from holmesjax.data.corpus import Corpus
-from holmesjax.errors import DataError
+from holmesjax.errors import DataError, LostDataError
 from holmesjax.runtime.prefetch import Feed, Placer, Step, Validation
 from tests.hand_made_plans import hand_made_plan, make_chunks, make_model
 
@@ -88,7 +88,7 @@ def test_what_goes_wrong_is_told_where_a_step_asks(batches, monkeypatch, hangs):
     placer = Placer(stages[0].plan, stages)
     timeout_s = 0.1 if hangs else 60.0
     with (
-        pytest.raises(DataError, match=words),
+        pytest.raises(LostDataError if hangs else DataError, match=words),
         Feed(batches, placer, iter(order), timeout_s) as feed,
     ):
         feed.take()

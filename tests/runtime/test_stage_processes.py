@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holmesjax.transport import connections
+from tests.jobs import HANG_S, free_listen
 from tests.stage_process import digests_of, make_chunk, shards
 
 ROOT = Path(__file__).parents[2]
@@ -15,11 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 def run(num_processes):
     """The output of each process."""
-    with connections.listen("127.0.0.1") as sock:
-        port = connections.address_of(sock)[1]
+    words = [str(num_processes), free_listen()]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.stage_process", *map(str, (rank, num_processes, port))],
+            [sys.executable, "-m", "tests.stage_process", str(rank), *words],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -27,7 +26,7 @@ def run(num_processes):
         for rank in range(num_processes)
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
+        said = [process.communicate(timeout=HANG_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

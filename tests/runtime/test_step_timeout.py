@@ -10,14 +10,14 @@ import pytest
 
 import launch.attempt
 from holmesjax import job as jobs
-from holmesjax.config import DistributedConfig
+from holmesjax.config import DistributedConfig, RampupConfig, TrainConfig
 from holmesjax.errors import PeerError
 from holmesjax.liveness import lease
 from holmesjax.runtime.step_timeout import Progress
 from launch.attempt import Attempt
 from launch.process_logs import LOGS
 from launch.supervisor import Supervisor
-from tests.jobs import ROOT, write_run
+from tests.jobs import HANG_S, ROOT, write_run
 from tests.scripted_member import ScriptedLauncher
 
 CLUSTERS = {"a": (1, 1), "b": (1,)}
@@ -31,10 +31,10 @@ class Clock:
         return self.now_s
 
 
-def after_steps(durations_s, **settings):
+def after_steps(durations_s, train=None, **settings):
     """A progress after steps of these durations, with its clock; the last step has just begun."""
     clock = Clock()
-    progress = Progress(DistributedConfig(start_timeout_s=600.0, **settings), clock)
+    progress = Progress(DistributedConfig(start_timeout_s=600.0, **settings), train, clock)
     for step, duration_s in enumerate([0.0, *durations_s], start=1):
         clock.now_s += duration_s
         progress.begin("step", step)
@@ -83,6 +83,27 @@ def test_validation_and_checkpoints_are_no_hang():
     assert is_late_after(progress, clock, 61.0)
 
 
+def test_a_larger_batch_may_take_longer():
+    """A batch of validation has as many sequences as the steps behind the ramp."""
+    rampup = (RampupConfig(steps=5, global_batch=32), RampupConfig(steps=3, global_batch=1024))
+    train = TrainConfig(steps=20, global_batch=2048, rampup=rampup)
+    progress, clock = after_steps([2.0] * 4, train)
+    assert progress.limit_s == 60.0
+    progress.begin("validation", 4, process=1)
+    progress.begin("step", 5, process=0)  # while the other validates
+    assert progress.limit_s == 10 * 2.0 * 64
+    progress.begin("step", 5, process=1)
+    assert progress.limit_s == 60.0
+    progress.begin("step", 6)
+    assert not is_late_after(progress, clock, 10 * 2.0 * 32)
+    assert is_late_after(progress, clock, 10 * 2.0 * 32 + 1)
+    assert "the median step of 64 s, for 1024 sequences, and" in progress.describe_limit()
+    for step in range(7, 10):  # as fast for each sequence as before
+        clock.now_s += 64.0
+        progress.begin("step", step)
+    assert progress.limit_s == 10 * 128.0
+
+
 def test_of_several_processes_the_first_begins_a_step():
     progress, clock = after_steps([])
     for step, process in itertools.product(range(2, 8), range(3)):
@@ -110,10 +131,10 @@ WAITS = [*UP, ["status", "waited for B1 in step 2"]]
 class LateInStep2(Progress):
     """Its clock stands still until all three processes are in step 2, and then shows much more."""
 
-    def __init__(self, config):
+    def __init__(self, *configs):
         self.there, self.are_up = set(), False
         is_over = lambda: self.are_up and len(self.there) == 3
-        super().__init__(config, lambda: 1000.0 if is_over() else 0.0)
+        super().__init__(*configs, lambda: 1000.0 if is_over() else 0.0)
 
     def begin(self, work, step, process=0):
         super().begin(work, step, process)
@@ -125,7 +146,7 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
     tmp_path, capsys, monkeypatch
 ):
     made = []
-    make = lambda config: made.append(LateInStep2(config)) or made[-1]
+    make = lambda *configs: made.append(LateInStep2(*configs)) or made[-1]
     monkeypatch.setattr(launch.attempt, "Progress", make)
     supervisor, _ = supervise(tmp_path, BUSY, WAITS, "distributed.step_timeout_s=100")
     take, events, logs = Attempt._take, Attempt._events, tmp_path / "run" / LOGS
@@ -135,8 +156,8 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
         made[0].are_up = len(attempt.up) == 3
 
     def until_all_have_told(attempt, for_s):
-        """However long their stacks take; for a minute at most."""
-        deadline_s = time.monotonic() + 60
+        """However long their stacks take."""
+        deadline_s = time.monotonic() + HANG_S
         told = lambda number: attempt._controller.status(number).endswith(" in step 2")
         while time.monotonic() < deadline_s and not all(map(told, range(3))):
             yield from events(attempt, 0.1)
@@ -161,9 +182,9 @@ def test_a_job_without_progress_ends_with_who_is_behind_and_the_stacks_of_all(
 class SlowValidation(Progress):
     """Each batch of validation begins after most of what a sign of progress may take."""
 
-    def __init__(self, config):
+    def __init__(self, *configs):
         self.now_s = 0.0
-        super().__init__(config, lambda: self.now_s)
+        super().__init__(*configs, lambda: self.now_s)
 
     def begin(self, work, step, process=0):
         if work == "validation":
@@ -174,7 +195,7 @@ class SlowValidation(Progress):
 def test_what_is_told_in_time_is_no_hang(tmp_path, monkeypatch):
     """A step of the others lasts longer than one may, while one validates."""
     made = []
-    make = lambda config: made.append(SlowValidation(config)) or made[-1]
+    make = lambda *configs: made.append(SlowValidation(*configs)) or made[-1]
     monkeypatch.setattr(launch.attempt, "Progress", make)
     validates = [["begin", "validation", 2]] * 4
     end = [["done", 10]]
@@ -231,7 +252,12 @@ def hang(self, *args):
     while True:
         ctypes.CDLL(None).sleep(1000)  # where the interpreter hears no signal
 
+def stop_and_tell(self):
+    stop(self)
+    print("is asked to stop", flush=True)
+
 trainer.TrainingLoop.steps = hang
+stop, trainer.Trainer.stop = trainer.Trainer.stop, stop_and_tell
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 
@@ -257,9 +283,9 @@ def test_a_run_in_one_process_that_hangs_ends(tmp_path, setting, numbers, status
     try:
         assert any(line == "hangs\n" for line in child.stdout)
         for number in numbers:
-            child.send_signal(number)
-            time.sleep(0.5)
-        _, told = child.communicate(timeout=60)
+            child.send_signal(number)  # one that comes before the last was heard is none
+            assert child.stdout.readline() == "is asked to stop\n"
+        _, told = child.communicate(timeout=HANG_S)
     finally:
         child.kill()
         child.wait()

@@ -118,7 +118,7 @@ def test_large_scores_stay_finite():
     assert all(np.isfinite(x).all() for x in got)
 
 
-def test_twice_in_a_program_under_vmap_and_remat():
+def test_twice_in_a_program_under_vmap_and_checkpointing():
     q, k, v = (jnp.stack([x, x[::-1]]) for x in inputs(20, 20, 4, 2, 16))
 
     def twice(q, k, v):
