@@ -223,7 +223,7 @@ def run_row(row: Row, point: int | None, steps: int, schedule: Schedule, folder:
       folder: takes the files of the run.
     """
     if row.system == "PyTorch" and importlib.util.find_spec("torch") is None:
-        raise Failed("PyTorch is not installed: pip install -e '.[bench]'")
+        raise Failed("PyTorch is not installed: pip install -c constraints.txt -e '.[bench]'")
     network = load_topology(network_text(row, point), folder / "network.yaml")
     told = load_topology(told_text(row, point), folder / "told.yaml")
     config = make_config(row, folder, WARM_UP_STEPS + steps, schedule)

@@ -50,6 +50,7 @@ PLANS = {
     "tensor 8": MeshShape(1, 1, 8),
     "tensor 8, sequences cut": MeshShape(1, 1, 8, 1, 1),
 }
+HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 FOUR_AT_A_TIME = "xla_gpu_experimental_parallel_collective_overlap_limit=4"
 WINDOWED = (
     "xla_gpu_threshold_for_windowed_einsum_mib=0",
@@ -95,6 +96,7 @@ CASES = [
     OverlapCase("tensor 8, sequences cut", flags=WINDOWED),
     OverlapCase("data 8", "none", 2),
     OverlapCase("data 8", "none", 2, before=BEHIND_BARRIER),
+    OverlapCase("fsdp 8", flags=(f"{HIDING}=false",)),
 ]
 
 

@@ -72,7 +72,7 @@ PARTS = {
         1,
     ),
 }
-INSTALL = "pip install -e '.[bench]'"
+INSTALL = "pip install -c constraints.txt -e '.[bench]'"
 PAIRS = {"1 device a stage": ("2 stages", "1 stage"), "2x2": ("2 stages of 2x2", "1 stage of 2x2")}
 
 

@@ -157,11 +157,17 @@ class RefusedError(HolmesError):
 
 
 class Mistakes(HolmesError):
-    """Several mistakes of one file, reported together; `mistakes` holds each of them."""
+    """Several mistakes of one file, reported together; `mistakes` holds each of them.
+
+    The four parts are those of the first one, which also counts the others.
+    """
 
     def __init__(self, mistakes: Sequence[HolmesError]):
         assert mistakes, "no mistakes to report"
         self.mistakes = tuple(mistakes)
+        first, num_others = self.mistakes[0], len(self.mistakes) - 1
+        others = f"; the first of {num_others + 1} mistakes" if num_others else ""
+        super().__init__(first.where, f"{first.problem}{others}", found=first.found, fix=first.fix)
         texts = [str(mistake) for mistake in mistakes[:SHOWN]]
         if len(mistakes) > SHOWN:
             texts.append(f"and {len(mistakes) - SHOWN} more mistakes")
@@ -198,9 +204,14 @@ def of_system(error: OSError, path: object = None) -> HolmesError:
     names = [error.filename2, error.filename, path]
     where = next((str(name) for name in names if name is not None), "a file or a connection")
     found = error.strerror or str(error) or type(error).__name__
-    problem = "cannot be read or written"
+    problem, is_url = "cannot be read or written", "://" in where
     if error.errno in FINAL:
         fix = "move what is in its way, or permit this user to read and write it"
+        if is_url:
+            fix = "set credentials that may read and write there (docs/token_files.md)"
         return HolmesError(where, problem, found=found, fix=fix)
     fix = "make room on its disk, or see that its file system is there; then start it again"
+    if is_url:
+        fix = "see that the object store can be reached, with credentials that have not expired"
+        fix += " and a clock that is right; then start it again"
     return PeerError(where, problem, found=found, fix=fix)

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,7 +23,8 @@ from holmesjax.errors import ConfigError, PlanError, raise_if_passing
 from holmesjax.files import places, run_folder, yaml_files
 from holmesjax.hosts import computing
 from holmesjax.hugging_face import folder as hugging_face, peft
-from holmesjax.layer_specs.model_layers import layers
+from holmesjax.layer_specs.model_layers import forget, layers
+from holmesjax.liveness import lease
 from holmesjax.plan import mfu, pins
 from holmesjax.plan.device_pool import USABLE_MEMORY, DevicePool
 from holmesjax.plan.plan import Plan
@@ -65,13 +68,18 @@ class Job:
         """The run with the plan that generates text: with islands, that of the first."""
         return dataclasses.replace(self, plan=self.plan.pipelines[0])
 
+    @cached_property
+    def own_sources(self) -> dict[str, str]:
+        """Digests of the user's own code, as it was when they were first asked for."""
+        return computing.own_sources(self.config.model, self.config.optimizer)
+
     def about(self, restart: int) -> dict[str, Any]:
         """Returns the values that all processes of attempt number `restart` must have in common."""
         model = self.config.model
         return {
             "plan hash": self.plan.hash(),
             "settings hash": _settings_hash(self.config),
-            "data.tokenizer (library and hash of its files)": tokenizer_files.identity(
+            "data.tokenizer (library and hash of its files)": tokenizer_files.identity_with_end(
                 self.config.data.tokenizer
             ),
             # Each process imports a model of its user's own by itself.
@@ -223,7 +231,7 @@ def _short_hash(text: str) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions on which the numbers and the messages of a run depend."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    names = ("holmesjax", "jax", "jaxlib", "numpy")
+    names = ("holmesjax", "jax", "jaxlib", "optax", "flax", "numpy")
     # A checkout of HolmesJAX can be used as it is.
     packages = {name: computing.installed(name) or "not installed" for name in names}
     return {"Python": python, **packages}
@@ -233,6 +241,7 @@ def load_saved(run_dir: str | Path) -> Job:
     """The job of a run folder with the plan that is in it: nothing is decided again."""
     folder = Path(run_dir)
     config = load_config(folder)
+    _forget_own_code(config)
     return Job(
         config=dataclasses.replace(
             config,
@@ -252,11 +261,32 @@ def saved_tokenizer(run_dir: Path, config: Config) -> str:
 
 
 def has_trained(run_dir: str | Path) -> bool:
-    """Whether a run has made a step; false where its folder cannot be read."""
-    try:
-        return (Path(run_dir) / run_folder.METRICS).stat().st_size > 0
-    except OSError:
-        return False
+    """Whether a run has made a step; false where its folder cannot be read.
+
+    The folder of a process apart from the launcher's has no records of steps, but has manifests:
+    one of step 0 is of weights that were imported.
+    """
+    folder = Path(run_dir)
+    with suppress(OSError):
+        if (folder / run_folder.METRICS).stat().st_size > 0:
+            return True
+    with suppress(OSError):
+        steps = (path.parent.name for path in folder.glob(run_folder.MANIFESTS))
+        return any(step.removeprefix("step_").strip("0") for step in steps)
+    return False
+
+
+def _read(path: Path, overrides: Sequence[str], *, is_begun: bool) -> Config:
+    read = lambda: configs.load(path, overrides, SETTINGS_OF)
+    config = unread_settings.of_begun_run(read) if is_begun else read()
+    _forget_own_code(config)
+    return config
+
+
+def _forget_own_code(config: Config) -> None:
+    """Forgets what a module of the user's was: one that was reloaded has other functions."""
+    if computing.own_modules(config.model, config.optimizer):
+        forget()
 
 
 def _with_machines(
@@ -293,6 +323,7 @@ def load(
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] = MappingProxyType({}),
     what_if: Sequence[str] = (),
+    will_own: bool = False,
 ) -> Job:
     """The job of a run file, or of the folder of a run that was started before.
 
@@ -307,6 +338,7 @@ def load(
       say: is called with what the planner tries.
       env: of the user: a plan for GPUs counts with the pool that JAX will take of them.
       what_if: changes of the topology that will be planned next, checked before anything is.
+      will_own: whether this process takes the run folder next, so nobody else may own it.
 
     Raises HolmesError for what cannot be, in the files, the data or the plan.
     """
@@ -318,12 +350,11 @@ def load(
     if is_begun:  # False where it may not be looked at, and then reading it says so
         overrides = _of_folder(target, overrides)
         target = target / CONFIG
-    read = lambda: configs.load(target, overrides, SETTINGS_OF)
-    config = unread_settings.of_begun_run(read) if is_begun else read()
+    config = _read(target, overrides, is_begun=is_begun)
     refuse_empty_groups(config)
     config, topology = _with_machines(config, configs.topology_path(config, target), what_if)
     clusters = [cluster.name for cluster in topology.clusters]
-    _refuse_no_folder(places.folder_of(config.run.dir))
+    _refuse_folder(places.folder_of(config.run.dir), will_own=will_own)
     if reads_data == "process":
         _refuse_absent_devices(config, topology)
     if reads_data:
@@ -414,11 +445,14 @@ def _refuse_uneven_rampup(config: Config, plan: Plan) -> None:
             )
 
 
-def _refuse_no_folder(run_dir: Path) -> None:
-    """Raises ConfigError where a file is in the way of the run folder, before a plan is made.
+def _refuse_folder(run_dir: Path, *, will_own: bool) -> None:
+    """Refuses a run folder that cannot be one, before a plan is made.
 
-    `lease` finds out whether the folder can be written.
+    Raises ConfigError where a file is in its way, and LeaseError where another process of this
+    machine owns it and this one `will_own` it. `Lease` finds out whether the folder can be written.
     """
+    if will_own:
+        lease.refuse_owned(run_dir)
     for path in (run_dir, *run_dir.parents):
         try:
             if path.is_dir():

@@ -11,6 +11,7 @@ from holmesjax.job import Job
 from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan import mfu, pins, plan_description, save_costs
 from holmesjax.plan.device_pool import DevicePool
+from holmesjax.plan.outer_rule import kept_bytes, trained_sizes
 from holmesjax.plan.plan import Axis
 from holmesjax.topology import description
 from holmesjax.topology.catalogue import CPU
@@ -33,6 +34,7 @@ def describe(job: Job, pool: DevicePool | None = None) -> list[str]:
         *([job.choice.describe()] if job.choice else _unused(job)),
         *_active(job),
         *([f"memory      {pool.describe(job.plan.stages, job.topology)}"] if pool else []),
+        *_on_hosts(job),
         _rate(job),
         *_schedule(job),
         *_numbers(job),
@@ -53,6 +55,16 @@ def _unused(job: Job) -> list[str]:
     names = " and ".join(name for name, value in is_set.items() if value)
     why = f"not used, since parallel.across is {across} and not auto"
     return [f"choice      {names}: {why}"] if names else []
+
+
+def _on_hosts(job: Job) -> list[str]:
+    """A line about what islands keep between meetings, where hosts have it."""
+    parallel, sizes = job.config.parallel, trained_sizes(job.config.model)
+    if parallel.outer_memory != "host" or not job.plan.islands:
+        return []
+    kept = kept_bytes(sizes, len(job.plan.islands), parallel.outer_rule)
+    texts = ", ".join(units.show(num_bytes, "B") for num_bytes in kept)
+    return [f"hosts       {texts} of each island between meetings, beside devices for them alone"]
 
 
 def _places(job: Job) -> str:

@@ -9,7 +9,9 @@ import yaml
 
 from holmesjax import config as configs
 from holmesjax.config import BYTES
-from holmesjax.data import tokenizer_files, tokenizer_paths
+from holmesjax.data import tokenizer_files, tokenizer_marks, tokenizer_paths
+from holmesjax.data.tokenizer_paths import GENERATION, OF_MODEL
+from holmesjax.errors import DataError
 from holmesjax.files import yaml_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.hugging_face import folder as hugging_face
@@ -77,6 +79,11 @@ def _save_tokenizer(job: Job, done: int) -> None:
         if before.contents() == now.contents():
             return
         is_other = before.identity != now.identity
+        was, is_now = (tokenizer_marks.end_of_model(files) or "none" for files in (before, now))
+        if done and not is_other and was != is_now:
+            problem = f"ends documents by other files of a model than before: {was}"
+            fix = f"put {OF_MODEL} and {GENERATION} back as they are in {own}"
+            raise DataError("data.tokenizer", problem, found=f"{is_now} in {path}", fix=fix)
         if is_other and done and not (earlier := own.with_name(f"{own.name}.{done:06d}")).exists():
             own.replace(earlier)
     tokenizer_paths.copy(path, own)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import jax
 from jax.sharding import Mesh
 
-from holmesjax import job as jobs, job_description, job_files
+from holmesjax import job as jobs, job_description, job_files, xla_flags
 from holmesjax.callbacks import Callback, Callbacks
 from holmesjax.checkpoints import (
     committing,
@@ -44,7 +44,6 @@ from holmesjax.hosts import nics
 from holmesjax.islands import rejoining
 from holmesjax.islands.apart import IslandApart
 from holmesjax.job import Job
-from holmesjax.layer_specs.model_layers import forget
 from holmesjax.liveness.helper_process import StoppedError
 from holmesjax.liveness.lease import Lease
 from holmesjax.models.own_model import name_of
@@ -112,7 +111,6 @@ class Trainer:
             problem, fix = "must be left out beside a job", "make the job with model.module"
             raise ConfigError("model", problem, found=name_of(model), fix=fix)
         if model is not None:
-            forget()  # another function may have had its name
             overrides = [*as_overrides(overrides), *as_overrides({"model.module": name_of(model)})]
         self.job = (
             source
@@ -343,7 +341,7 @@ class Trainer:
             self._print(line)
         self._loop = None  # the arrays of an attempt before this
         chunks = self._make_chunks()
-        progress = Progress(config.distributed)
+        progress = Progress(config.distributed, config.train)
         cluster = self.job.topology.clusters[0].name  # of all stages: they are in this process
         has_trained = jobs.has_trained(self.run_dir)
         setup = TrainingSetup(self.job, chunks, cluster, has_trained=has_trained)
@@ -351,13 +349,13 @@ class Trainer:
             stack.callback(setattr, self, "progress", None)
             runner = setup.compile()
             self._fetch(start.checkpoint)
-            setup.restore(runner, start.checkpoint)
             batches = setup.reading.result()
             data = batches.digests()
             if left_out := batches.data.left_out:
                 self._print(f"left out    {left_out}")
             for line in start.check_data(data):
                 self._print(line)
+            setup.restore(runner, start.checkpoint)
             lease.guard(job_files.save)(self.job, done)  # nothing is refused any more
             alarm = CommitAlarm(config.checkpoint, done, ["this process"])
             recorder = stack.enter_context(
@@ -482,16 +480,14 @@ class Trainer:
 
     def _fetch(self, checkpoint: Checkpoint | None) -> None:
         """Brings parts here that only an object store has."""
-        if checkpoint is None:
-            return
-        parts = fetching.uploads_of(checkpoint).keys() & manifest.elsewhere(checkpoint).keys()
-        fetching.fetch(self.run_dir, checkpoint, parts, None, lambda: None, self._print)
-        manifest.refuse_elsewhere(checkpoint)
+        if checkpoint is not None:
+            fetching.bring_uploads(checkpoint, self._print)
 
     def _make_chunks(self) -> list[Chunk]:
         """The stages on the devices, and what computes attention there."""
         topology, plan, config = self.job.topology, self.job.plan, self.job.config.run
         kinds, count = topology.device_kinds, topology.num_devices
+        self._set_flags()
         platforms.use_devices(kinds, count, rehearse=config.rehearse)
         # Before this process uses a device, whose memory a check needs.
         numbers = range(len(plan.stages))
@@ -501,6 +497,25 @@ class Trainer:
         chunks = make_chunks(self.job, dict(enumerate(meshes)), unproven)
         self._print(*attention_lines(chunks), *optimizer_lines(chunks))
         return chunks
+
+    def _set_flags(self) -> None:
+        """Sets the flags of XLA that the run needs, which XLA reads when its devices start.
+
+        Raises ConfigError where they have started without the one that equal bits need.
+        """
+        of_user = os.environ.get("XLA_FLAGS", "")
+        flags = self.job.environment(os.environ).get("XLA_FLAGS", "")
+        is_needed = self.job.config.train.deterministic and xla_flags.DETERMINISTIC in flags
+        if not platforms.has_devices():
+            os.environ.update({"XLA_FLAGS": flags} if flags else {})
+        elif is_needed and xla_flags.DETERMINISTIC not in of_user:
+            raise ConfigError(
+                "XLA_FLAGS",
+                "lacks the flag that train.deterministic needs, and JAX has its devices",
+                found=of_user or "nothing",
+                fix=f"start Python with XLA_FLAGS=--{xla_flags.DETERMINISTIC}=true, or train "
+                "before JAX makes its first array",
+            )
 
     def _print(self, *lines: str) -> None:
         for line in lines:

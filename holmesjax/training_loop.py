@@ -280,6 +280,8 @@ class TrainingLoop:
             self.states = self.placement.by_number(self.states)
             self._is_by_number = True
         self.writer.save(done, self.states)
+        if isinstance(self.runner, IslandsRunner):
+            self.states = self.runner.parked(self.states)
         self._checkpoint_s += time.perf_counter() - began_s
 
     def _place_experts(self, done: int) -> None:

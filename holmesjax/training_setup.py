@@ -32,6 +32,7 @@ from holmesjax.models.layer import statements
 from holmesjax.optimizers.learning_rates import step_tokens
 from holmesjax.optimizers.optimizer import make_optimizer
 from holmesjax.plan.plan import Plan
+from holmesjax.planner.islands import names_of
 from holmesjax.runtime.chunk import Chunk, ChunkState
 from holmesjax.runtime.device_memory import PeakMemory, devices_of
 from holmesjax.runtime.expert_placement import ExpertPlacement
@@ -103,6 +104,7 @@ class TrainingSetup:
         elif self._job.plan.islands:
             make = functools.partial(
                 make_islands,
+                names=names_of(self._job.config, self._job.topology),
                 parallel=parallel,
                 steps=train.steps,
                 eval_every=train.eval_every,
@@ -134,11 +136,15 @@ class TrainingSetup:
             if checkpoint
             else runner.init(self._job.config.train.seed, drawn)
         )
+        if isinstance(runner, IslandApart):
+            own_sets = [each.name for each in self._job.config.data.validation or ()]
+            runner.compare_data(self.reading.result(), own_sets)
         if isinstance(runner, IslandsRunner):
             clusters = island_states.clusters_of(self._job.plan)
             outer, written = self._job.config.parallel.outer_rule, None
             if checkpoint:
-                written = island_states.meeting_steps(checkpoint, clusters, outer)
+                shares = self._job.plan.batch_shares
+                written = island_states.meeting_steps(checkpoint, clusters, outer, shares)
             done = checkpoint.step if checkpoint else 0
             self._states = runner.begin(self._states, done, written)
 
@@ -186,6 +192,9 @@ def make_chunks(
     stated = statements(config.model)
     train = _of_schedule(config)
     tokens = step_tokens(train, config.model.context_length)
+    optimizer = make_optimizer(config.optimizer, train.steps, stated, tokens)
+    if config.parallel.place is not None:  # other islands move its schedule
+        optimizer = optimizer.with_jumps()
     islands = island_states.clusters_of(job.plan)
     return [
         Chunk(
@@ -193,7 +202,7 @@ def make_chunks(
             plan=place.plan,
             index=place.chunk,
             mesh=meshes[place.stage],
-            optimizer=make_optimizer(config.optimizer, train.steps, stated, tokens),
+            optimizer=optimizer,
             compute_dtype=config.train.compute_dtype,
             param_dtype=config.train.param_dtype,
             reduction_dtype=config.train.reduction_dtype,
@@ -211,6 +220,7 @@ def make_chunks(
             island=place.island,
             before=place.before,
             islands=islands,
+            island_shares=job.plan.batch_shares,
             outer=config.parallel.outer_rule,
         )
         for place in _places(job.plan)

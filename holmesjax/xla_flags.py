@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import version
 
 # From JAX-Toolbox, docs/GPU_performance.md, less what is for loops over layers, which a stage does
-# not have. `benchmarks.overlap_compiled` reads what each changes in a compiled step; how much time
-# each brings is not measured.
+# not have. `docs/distributed.md` says what each changes in a compiled step.
 GPU = {
-    # Orders a program so that a collective starts early and what needs its result comes late.
+    # Orders a program so that a collective starts early and what needs its result comes late. XLA
+    # of JAX 0.10.2 has that order anyway; later ones choose where the flag is unset.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     # A process whose program is in its cache has no part in tuning it: others would wait for that.
     "xla_gpu_shard_autotuning": "false",
@@ -118,9 +118,13 @@ def joined(flags: str, user_flags: str) -> str:
 
     >>> joined("--xla_a=1 --xla_b=1", "--xla_b=2")
     '--xla_a=1 --xla_b=1 --xla_b=2'
+    >>> joined("--xla_a=1 --xla_b=1", "--xla_a=1")  # a parent process has joined them
+    '--xla_b=1 --xla_a=1'
     >>> joined("--xla_a=1", "flags.txt")  # a file of flags: XLA reads it only where it stands alone
     'flags.txt'
     """
     if user_flags.strip() and not user_flags.lstrip().startswith("-"):
         return user_flags
-    return f"{flags} {user_flags}".strip()
+    known = user_flags.split()
+    missing = " ".join(flag for flag in flags.split() if flag not in known)
+    return f"{missing} {user_flags}".strip()

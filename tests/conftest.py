@@ -51,6 +51,17 @@ def pytest_configure(config):
         program_cache.use(AUTO, os.environ, print)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Lets one process of pytest-xdist have all tests of a group, which its scheduler reads here.
+
+    Pytest-xdist 3.8 writes the group into a name that pytest 9.2 does not read any more.
+    """
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            for mark in item.iter_markers("xdist_group"):
+                item._id = type(item._id).parse(f"{item.nodeid}@{mark.args[0]}")
+
+
 def pytest_collection_finish(session):
     """Starts the devices before a run of fewer does, in whatever order the tests come.
 

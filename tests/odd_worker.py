@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -54,6 +55,17 @@ def hang_in(number):
         return take(feed)
 
     Feed.take = hang
+
+
+def die_at(number):
+    take, calls = Feed.take, itertools.count(1)
+
+    def die(feed):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(feed)
+
+    Feed.take = die
 
 
 def end_in_meeting(number, after):

@@ -296,7 +296,7 @@ def check(run, plan, wanted, moments="float32", ramp=()):
         if want.z_loss:
             assert abs(float(metrics["z_loss"]) / want.z_loss - 1) <= rtol
         for state in states:
-            _, mu, nu = state.opt_state
+            mu, nu = state.opt_state.mu, state.opt_state.nu
             for which, got, near in (("first", mu, want.mu), ("second", nu, want.nu)):
                 got, where = wide_moments(got, which), f"{which} moment, step {step}"
                 assert_trees_near(got, near, MOMENT_RTOL[moments], where)

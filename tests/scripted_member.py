@@ -24,6 +24,7 @@ time.
 """
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ from holmesjax.errors import REQUEUE
 from holmesjax.hosts.process_environment import ProcessEnvironment, die_with
 from holmesjax.plan.processes import make_processes
 from launch.launchers.launcher import variables_here
+from tests.jobs import HANG_S
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
@@ -57,6 +59,14 @@ STEP = {
     **{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": False, "link_bytes": {}},
     **{"step_time_s": 0.01, "input_wait_s": 0.0, "intervals": [(0, "F", 0, 0.0, 0.01)]},
 }
+
+
+@functools.cache
+def begin_to_fork():
+    """Has the process that forks import everything: that takes seconds, which are of no job."""
+    child = FORKS.Process(target=os.getpid)
+    child.start()
+    child.join()
 
 
 class ScriptedLauncher:
@@ -69,6 +79,7 @@ class ScriptedLauncher:
     files_each = 1
 
     def __init__(self, *scripts):
+        begin_to_fork()
         self._scripts = scripts
         self.starts = 0
         self._children = []
@@ -191,7 +202,7 @@ def main(run_dir, script, env, output):
             time.sleep(arguments[0])
         elif what == "done":
             send(Done(step=arguments[0]))
-            member.wait_for(AllDone, 60.0)
+            member.wait_for(AllDone, HANG_S)
             os._exit(*arguments[1:] or (0,))
         elif arguments[0] < 0:
             os.kill(os.getpid(), -arguments[0])
@@ -201,4 +212,4 @@ def main(run_dir, script, env, output):
     for line in script:
         act(*line)
     with contextlib.suppress(KeyboardInterrupt):
-        time.sleep(60)
+        time.sleep(HANG_S)

@@ -1,4 +1,4 @@
-"""A process of a stage, as tests start it: python -m tests.stage_process RANK NUM_PROCESSES PORT
+"""A process of a stage, as tests start it: python -m tests.stage_process RANK COUNT COORDINATOR
 
 It prints one line of JSON: what it drew for the initial state, what its devices hold of it, its
 digests, how often JAX compared or gathered what processes have, and the keys under which it looked
@@ -41,10 +41,12 @@ def make_chunk():
     return make_chunks(make_model(tied_embeddings=True), hand_made_plan((4,), 2, 1, fsdp=2))[0]
 
 
-def main(rank, num_processes, port):
+def main(rank, num_processes, coordinator):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // num_processes)
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank)
+    jax.distributed.initialize(
+        coordinator, num_processes, rank, coordinator_bind_address=coordinator
+    )
     from holmesjax.checkpoints import digests
     from holmesjax.models import initial_values
     from holmesjax.runtime import program_cache
@@ -76,4 +78,4 @@ def main(rank, num_processes, port):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:3]), sys.argv[3])

@@ -42,6 +42,14 @@ TOOLS = {
 }
 
 
+@pytest.mark.xdist_group("of one worker")
+def test_tests_of_a_group_go_to_one_worker(request):
+    """The scheduler of pytest-xdist reads the group at the end of a name."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("tests are not grouped here")
+    assert request.node.nodeid.endswith("@of one worker")
+
+
 def name_of(requirement: str) -> str:
     return re.split(r"[\[<>=; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
@@ -109,5 +117,5 @@ def test_the_folder_of_a_checkout_does_not_shadow_the_package(tmp_path):
     for path, status in ((tmp_path / "holmesjax", 0), (tmp_path / "nothing", 1)):
         (tmp_path / "site.pth").write_text(f"{path}\n")
         load = f"import site; site.addsitedir({str(tmp_path)!r}); {code}"
-        found = subprocess.run([sys.executable, "-S", "-c", load], cwd=tmp_path, timeout=60)
+        found = subprocess.run([sys.executable, "-S", "-c", load], cwd=tmp_path, timeout=240)
         assert found.returncode == status

@@ -28,6 +28,7 @@ from launch import process_logs, restarts
 from launch.arguments import parse
 from launch.launchers import kubernetes, skypilot, slurm
 from launch.launchers.kubernetes_options import KubernetesOptions, PodOptions, Toleration
+from launch.launchers.ray_options import RayOptions
 from launch.launchers.skypilot_options import SkyPilotOptions
 from launch.launchers.slurm_options import SlurmOptions
 from tests.clusters import PLANS, golden_plan
@@ -156,6 +157,7 @@ def test_the_settings_beside_those_of_another_system_exist(system):
         ("kubernetes", KubernetesOptions),
         ("kubernetes", Toleration),
         ("skypilot", SkyPilotOptions),
+        ("ray", RayOptions),
     ],
 )
 def test_every_key_of_an_options_file_is_on_its_page(page, options):

@@ -45,7 +45,8 @@ def make_loop(runner, events, **train):
 def test_the_last_round_of_an_island_has_the_time_of_a_checkpoint(monkeypatch):
     """It is sent, merged and fetched before the checkpoint of the last step."""
     events = []
-    island = SimpleNamespace(settled=lambda states: events.append("settled") or states)
+    settled, parked = lambda states: events.append("settled") or states, lambda states: states
+    island = SimpleNamespace(settled=settled, parked=parked)
     monkeypatch.setattr(training_loop, "IslandApart", SimpleNamespace)
     monkeypatch.setattr(training_loop, "IslandsRunner", SimpleNamespace)
     loop = make_loop(island, events)

@@ -13,9 +13,11 @@ from holmesjax import job as jobs, xla_flags
 from holmesjax.config import CHECKOUT
 from holmesjax.errors import ConfigError
 from holmesjax.job import ENVIRONMENT, Job
+from holmesjax.parallel import platforms
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.process_variables import ALLOCATOR
 from holmesjax.topology import loading
+from holmesjax.trainer import Trainer
 from launch import supervisor
 from launch.launchers import launcher as launchers
 from launch.launchers.external import ExternalLauncher
@@ -67,6 +69,22 @@ def job(tmp_path) -> Job:
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(topology=path, run_dir=tmp_path / "run"))
     return jobs.load(file)
+
+
+def test_a_trainer_gives_them_to_jax_unless_it_has_started(job, monkeypatch):
+    train = dataclasses.replace(job.config.train, deterministic=True)
+    kernels = dataclasses.replace(job.config.kernels, deterministic_attention=True)
+    config = dataclasses.replace(job.config, train=train, kernels=kernels)
+    trainer = Trainer(dataclasses.replace(job, config=config))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setattr(platforms, "has_devices", lambda: True)
+    with pytest.raises(ConfigError, match=r"lacks the flag that train\.deterministic needs"):
+        trainer._set_flags()
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1"
+    monkeypatch.setattr(platforms, "has_devices", lambda: False)
+    trainer._set_flags()
+    asked = f"--{xla_flags.DETERMINISTIC}=true"
+    assert os.environ["XLA_FLAGS"] == f"{GPU_FLAGS} {asked} --xla_a=1"
 
 
 def test_only_processes_with_gpus_get_flags(job):

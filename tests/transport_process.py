@@ -21,9 +21,9 @@ def main(number, about):
     from holmesjax.errors import HolmesError
     from holmesjax.parallel.sharding import from_axes
     from holmesjax.plan.processes import make_processes
-    from holmesjax.transport import connections
     from holmesjax.transport.crossings import Key
     from holmesjax.transport.ports import Ports
+    from tests.jobs import free_listen
     from tests.two_stages import TOPOLOGY, addresses, make_crossing, make_plan, mesh_of, start
 
     plan = make_plan(*about["meshes"])
@@ -31,13 +31,13 @@ def main(number, about):
     me = processes[number]
     domain = [p for p in processes if p.stage == me.stage]
     ports = Ports.open(addresses())
-    with connections.listen("127.0.0.1") as sock:
-        coordinator = connections.address_of(sock)[1]
-    print(json.dumps({"book": ports.book, "coordinator": coordinator}), flush=True)
+    print(json.dumps({"book": ports.book, "coordinator": free_listen()}), flush=True)
     others = json.loads(sys.stdin.readline())
     if len(domain) > 1:
+        coordinator = others[domain[0].number]["coordinator"]
         jax.distributed.initialize(
-            f"127.0.0.1:{others[domain[0].number]['coordinator']}",
+            coordinator,
+            coordinator_bind_address=coordinator,
             num_processes=len(domain),
             process_id=me.rank,
             heartbeat_timeout_seconds=100,

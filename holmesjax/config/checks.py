@@ -127,6 +127,7 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
         parallel_checks.split_backwards_compute_nothing_again,
         island_checks.settings_are_for_islands,
         island_checks.clusters_are_of_one_island,
+        island_checks.shares_suit_islands,
         island_checks.fragments_meet_in_turn,
         island_checks.the_outer_rule_suits_islands,
         island_checks.mailbox_has_its_settings,
@@ -184,11 +185,14 @@ CHECKS: dict[tuple[str, ...], tuple[Check, ...]] = {
     ("train", "optimizer", "kernels"): (training_checks.kernel_has_adamw,),
     ("train", "kernels"): (
         training_checks.attention_is_deterministic_too,
-        training_checks.cudnn_computes_halves,
+        training_checks.cudnn_computes_as_trained,
     ),
     ("kernels", "model"): (
         training_checks.cudnn_has_gradients,
+        training_checks.cudnn_caps_no_scores,
         training_checks.kernels_have_experts,
     ),
     ("train", "data"): (data_checks.validation_has_data,),
+    ("data", "kernels"): (training_checks.cudnn_joins_documents,),
+    ("data", "parallel"): (island_checks.mixtures_are_of_islands,),
 }

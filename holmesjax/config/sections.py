@@ -52,6 +52,8 @@ Codec = Literal["float32", "bfloat16"]
 Islands = Annotated[
     tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)
 ]
+SPEED = "speed"
+Shares = Literal["speed"] | Annotated[tuple[Count, ...], Field(min_length=1)]
 LayersPerStage = Annotated[tuple[Count, ...], Field(min_length=1)]
 SomeLayersPerStage = Annotated[tuple[Natural, ...], Field(min_length=1)]
 
@@ -203,6 +205,9 @@ class ParallelConfig:
     across: Literal["pipeline", "local_updates", "auto"] = "pipeline"
     # The clusters of each island, as [[a, b], [c]]. None: each cluster is an island.
     islands: Islands | None = None
+    # The share of the batch that each island takes, as [3, 1]: three quarters, and one. speed: the
+    # planner chooses by their speeds. None: equal ones.
+    shares: Shares | None = None
     every: Count | None = None  # steps from one meeting of islands to the next. None: 50
     outer: OuterConfig | None = None  # the step of a meeting. None: its defaults
     # Parts of the model that meet one after the other, each of every so many-th layer. None: 1
@@ -212,6 +217,9 @@ class ParallelConfig:
     # The share of the global weights in those that an island goes on with; the rest are its own.
     # None: 1
     blend: Share | None = None
+    # Where an island has the global weights and momenta of meetings between them. host: in memory
+    # of the host, and on devices for a meeting alone. None: device
+    outer_memory: Literal["device", "host"] | None = None
     # How islands meet. direct: in one job, in which all wait for each other. mailbox: each is a job
     # of its own, which waits for nobody.
     meet: Literal["direct", "mailbox"] = "direct"

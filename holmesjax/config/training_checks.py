@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+from holmesjax.config.data_sections import DataConfig
 from holmesjax.config.mistakes import wrong
 from holmesjax.config.model_sections import ModelConfig
 from holmesjax.config.sections import KernelsConfig, ParallelConfig
@@ -164,11 +165,31 @@ def kernels_have_experts(kernels: KernelsConfig, model: ModelConfig) -> Iterator
         yield wrong("kernels.experts", "is for a model with experts", "pallas", "leave it out")
 
 
-def cudnn_computes_halves(train: TrainConfig, kernels: KernelsConfig) -> Iterator[ConfigError]:
-    if kernels.attention == "cudnn" and train.compute_dtype not in HALF_PRECISION:
-        problem = f"cudnn has no {train.compute_dtype}, which train.compute_dtype asks for"
-        fix = "use auto, or set train.compute_dtype to bfloat16"
-        yield wrong("kernels.attention", problem, kernels.attention, fix)
+def cudnn_computes_as_trained(train: TrainConfig, kernels: KernelsConfig) -> Iterator[ConfigError]:
+    if train.compute_dtype not in HALF_PRECISION:
+        fix = "set train.compute_dtype to bfloat16"
+        yield from _cudnn_lacks(kernels, train.compute_dtype, "train.compute_dtype", fix)
+    if kernels.deterministic_attention:
+        what, name = "gradients of the same bits each time", "kernels.deterministic_attention"
+        yield from _cudnn_lacks(kernels, what, name, f"set {name} to false")
+
+
+def cudnn_joins_documents(data: DataConfig, kernels: KernelsConfig) -> Iterator[ConfigError]:
+    if data.documents == "mask":
+        fix = "set data.documents to concatenate"
+        yield from _cudnn_lacks(kernels, "documents", "data.documents", fix)
+
+
+def cudnn_caps_no_scores(kernels: KernelsConfig, model: ModelConfig) -> Iterator[ConfigError]:
+    if model.attention_soft_cap is not None:
+        name = "model.attention_soft_cap"
+        yield from _cudnn_lacks(kernels, "soft cap of scores", name, f"leave {name} out")
+
+
+def _cudnn_lacks(kernels: KernelsConfig, what: str, name: str, fix: str) -> Iterator[ConfigError]:
+    if kernels.attention == "cudnn":
+        problem = f"cudnn has no {what}, which {name} asks for"
+        yield wrong("kernels.attention", problem, kernels.attention, f"use auto, or {fix}")
 
 
 def cudnn_has_gradients(kernels: KernelsConfig, model: ModelConfig) -> Iterator[ConfigError]:

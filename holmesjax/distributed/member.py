@@ -124,6 +124,7 @@ class Member:
         )
         self._closed = threading.Event()
         self.is_over = threading.Event()  # nothing more is heard of the controller
+        self.is_refused = False  # for good: it was told of a mistake
         for run in (self._listen, self._beat):
             threading.Thread(target=run, name="member", daemon=True).start()
 
@@ -276,6 +277,7 @@ class Member:
                     self._num_noted, self._noted_s = record.num_noted, time.monotonic()
                 self._patience_s = 2 * record.limit_s + self.timeout_s
             case Mistake():
+                self.is_refused = True
                 self.is_over.set()
                 self.on_loss(
                     HolmesError(record.where, record.problem, found=record.found, fix=record.fix)

@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 16
+PROTOCOL = 17
 
 
 # ---- hellos --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from holmesjax.distributed.store_messages import (
     StoreCall,
     Unanswered,
 )
-from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError
+from holmesjax.errors import DamagedError, HolmesError, PeerError
 from holmesjax.files import places, regular_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.transport import connections
@@ -39,7 +39,7 @@ from holmesjax.transport.records import Record, decode, encode
 
 NOBODY = -1  # no process of the job
 START_S = 600.0  # for the launcher to come
-RETRY_S = 60.0  # that it calls again for, when its connection is lost
+RETRY_S = 60.0  # that it calls again for, at least, when its connection is lost
 
 
 class OwnStore:
@@ -76,6 +76,7 @@ class OwnStore:
         self._scrub = Scrub(folder, None, print)  # until `scrub`
         self.launchers: str | None = None  # the identifier of the launcher's run folder
         self.mirror: Mirror | None = None  # where no launcher writes to it
+        self.silence_s = 0.0  # that its job may be cut off from the launcher
 
     def _call(self, *, serves: bool, timeout_s: float) -> Connection[ControllerHello]:
         call = StoreCall(
@@ -136,7 +137,7 @@ class OwnStore:
                 with contextlib.suppress(OSError, ValueError), contextlib.closing(connection):
                     while True:
                         self._answer(connection, decode(connection.receive(), TO_STORE))
-                connection = self._call(serves=True, timeout_s=RETRY_S)
+                connection = self._call(serves=True, timeout_s=max(RETRY_S, self.silence_s))
 
     def _answer(self, connection: Connection[Any], question: Record) -> None:
         try:
@@ -163,7 +164,7 @@ class OwnStore:
                     answer = Put()
                 case _:
                     raise AssertionError(f"what is {question}?")
-        except (OSError, ValueError, KeyError, TypeError, LostLeaseError) as error:
+        except (OSError, ValueError, KeyError, TypeError, HolmesError) as error:
             answer = Unanswered(problem=f"{self._node}: {error}")
         connection.send(encode(answer))
 

@@ -35,7 +35,7 @@ from holmesjax.distributed.store_messages import (
     Unanswered,
     UnansweredError,
 )
-from holmesjax.errors import CheckpointError, ConfigError, GoneError, of_system
+from holmesjax.errors import CheckpointError, ConfigError, GoneError, HolmesError, of_system
 from holmesjax.files import places, regular_files
 from holmesjax.plan.processes import Process
 from holmesjax.transport import connections
@@ -384,7 +384,7 @@ class StoreHub:
                         continue
                     assert isinstance(question, AskPiece), question
                     content = self.read(question)
-                except (OSError, ValueError, LookupError) as error:
+                except (OSError, ValueError, LookupError, HolmesError) as error:
                     connection.send(encode(Unanswered(problem=str(error))))
                 else:
                     store_messages.send_piece(connection, content)

@@ -232,6 +232,7 @@ def _form(hint: Any) -> str:
     """Returns the form in which a value of a type is written: a list, a section, or a leaf."""
     if dataclasses.is_dataclass(hint):
         return "section"
+    hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return "list" if get_origin(hint) is tuple else "leaf"
 
 

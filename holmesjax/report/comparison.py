@@ -1,6 +1,8 @@
 """Runs side by side: what they have reached, what a step costs, and the settings that differ."""
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from holmesjax import job as jobs
-from holmesjax.config import Config
+from holmesjax.config import BYTES, Config
+from holmesjax.data import tokenizer_files, tokenizer_paths
 from holmesjax.errors import DataError
+from holmesjax.files import regular_files
 from holmesjax.report import history, metrics
 from holmesjax.report.goodput import goodput
 from holmesjax.report.history import History
@@ -29,6 +33,7 @@ class ComparedRun:
     name: str
     history: History  # of all steps
     config: Config
+    contents: Mapping[str, str]  # digests of the files that settings name, of the run's copies
 
 
 def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
@@ -48,8 +53,31 @@ def load(run_dirs: Sequence[str]) -> list[ComparedRun]:
                 found="no records",
                 fix="train at least one step, or leave this run out",
             )
-        found.append(ComparedRun(name, found_steps, config))
+        found.append(ComparedRun(name, found_steps, config, _contents(Path(run_dir), config)))
     return found
+
+
+def _contents(run_dir: Path, config: Config) -> dict[str, str]:
+    """Digests of the copies of files that a run folder has, by the settings that named the files.
+
+    A copy that is not there, or cannot be read, has none.
+    """
+    found = {}
+    with contextlib.suppress(OSError):
+        found["topology"] = _digest([regular_files.read_bytes(run_dir / jobs.TOPOLOGY)])
+    with contextlib.suppress(DataError):
+        if config.data.tokenizer != BYTES:
+            files = tokenizer_paths.find(run_dir / tokenizer_files.FOLDER).contents()
+            parts = [part for name, content in files.items() for part in (name.encode(), content)]
+            found["data.tokenizer"] = _digest(parts)
+    return found
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:12]
 
 
 def short_names(run_dirs: Sequence[str]) -> list[str]:
@@ -146,11 +174,24 @@ def _text(values: np.ndarray, mean: Callable[[np.ndarray], Any], form: Any) -> s
 
 
 def settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs differ, but for their folders, in rows as of `numbers`."""
+    """The settings in which the runs differ, but for their folders, in rows as of `numbers`.
+
+    Settings that name files differ where the contents of the files do, whatever their paths are.
+    """
     flat = [_flat(dataclasses.asdict(run.config)) for run in runs]
     names = dict.fromkeys(name for values_of_run in flat for name in values_of_run)
-    rows = [(name, [values_of_run.get(name, NOWHERE) for values_of_run in flat]) for name in names]
-    return [(name, cells) for name, cells in rows if len(set(cells)) > 1 and name != "run.dir"]
+    rows = []
+    for name in names:
+        cells = [values_of_run.get(name, NOWHERE) for values_of_run in flat]
+        contents = [run.contents[name] for run in runs if name in run.contents]
+        if len(contents) == len(runs):
+            is_equal = len(set(contents)) == 1
+            cells = [f"{cell} ({content})" for cell, content in zip(cells, contents, strict=True)]
+        else:
+            is_equal = len(set(cells)) == 1
+        if not is_equal and name != "run.dir":
+            rows.append((name, cells))
+    return rows
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import socket
 import struct
@@ -10,14 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from holmesjax.config import LogConfig
+from holmesjax.data.optional_packages import how_to_install
 from holmesjax.errors import ConfigError
 from holmesjax.files import regular_files
 from holmesjax.files.whole_files import write_whole
 from holmesjax.report.record_file import MOST_WAITING, RecordFile
 
+EVENT_BYTES = 16  # of an event of TensorBoard beside its content
 CLOSE_S = 10.0  # for sinks to write what waits, and to end
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}  # module, extra
 WANDB_ID = re.compile(r"[\w.=@+~-]{1,128}")
@@ -31,7 +34,7 @@ def check_installed(log: LogConfig) -> None:
                 f"log.{field}",
                 f"needs the package {module}, which is not installed",
                 found="true",
-                fix=f"pip install 'holmesjax[{extra}]', or set log.{field}=false",
+                fix=f"{how_to_install(extra)}, or set log.{field}=false",
             )
 
 
@@ -136,6 +139,18 @@ class QueuedSink:
             self._warn(f"{self._name} has failed, and gets no more numbers: {error}")
 
 
+def end_of_events(file: BinaryIO) -> int:
+    """The end of the last whole event of a file. Each has its size in front, and two checksums."""
+    end, size = 0, file.seek(0, os.SEEK_END)
+    while end + EVENT_BYTES <= size:
+        file.seek(end)
+        (length,) = struct.unpack("<Q", file.read(8))
+        if end + EVENT_BYTES + length > size:
+            break
+        end += EVENT_BYTES + length
+    return end
+
+
 class _TensorBoard:
     """Event files in `tensorboard/` of the run folder.
 
@@ -150,7 +165,7 @@ class _TensorBoard:
         folder = run_dir / "tensorboard"
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._file = RecordFile(folder / name, say)
+        self._file = RecordFile(folder / name, say, end_of_events)
         # TensorBoard hides what an earlier attempt wrote from this step on.
         log = self._proto.SessionLog(status=self._proto.SessionLog.START)
         begins = self._record(done_steps + 1, file_version="brain.Event:2")

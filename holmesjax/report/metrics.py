@@ -84,7 +84,10 @@ def read_last(run_dir: str | Path, done_steps: int) -> tuple[Record | None, Reco
 
 
 def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
-    """The last records of a run that goes on: those of the file's last bytes, in order."""
+    """The last records of a run that goes on: those of the file's last bytes, in order.
+
+    More bytes are read where no record is whole in so many, as that of many experts.
+    """
     path = Path(run_dir) / FILE
     if not path.exists():
         return []
@@ -100,7 +103,7 @@ def read_tail(run_dir: str | Path, num_bytes: int) -> list[dict[str, Any]]:
         except ValueError:
             if number < len(lines):
                 raise _no_record(f"line {number} of its end", path, line) from None
-    return found
+    return read_tail(run_dir, 4 * num_bytes) if start and not found else found
 
 
 def check_whole(run_dir: str | Path, records: Sequence[Record]) -> None:

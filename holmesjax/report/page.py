@@ -29,7 +29,7 @@ from holmesjax.hosts.process_environment import die_with
 from holmesjax.lab import scaled_topology
 from holmesjax.plan import forecast
 from holmesjax.plan.plan import Plan, StagePlan
-from holmesjax.plan.plan_description import layers_text
+from holmesjax.plan.plan_description import layers_text, unlike_shares
 from holmesjax.report import (
     expert_alarm,
     figures,
@@ -193,6 +193,7 @@ def _facts(plan: Plan, records: History) -> list[str]:
         f"{counted(len(plan.stages), 'stage', form=',')} on "
         f"{counted(num_devices, 'device', form=',')}",
         f"schedule {plan.schedule} with {counted(plan.microbatches, 'microbatch', 'es', form=',')}",
+        *unlike_shares(plan),
         f"step {records.last['step']:,}",
     ]
 

@@ -36,12 +36,17 @@ ProcessStep = dict[str, Any]
 MEANS = ("loss", "grad_norm", "learning_rate")  # over islands
 
 
-def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
+def known_of(reports: Sequence[ProcessStep], shares: Sequence[int] = ()) -> ProcessStep:
     """All that processes know of a step: of islands the means, as one process has them.
+
+    `shares` are those of the batch that each island takes; empty: equal ones.
 
     >>> known_of([{"loss": 2.0, "skipped": False, "island": 0}, {"val_loss": 5.0, "island": 0},
     ...           {"loss": 4.0, "skipped": True, "island": 1}])
     {'loss': 3.0, 'skipped': True, 'island': 1, 'val_loss': 5.0}
+    >>> known_of([{"loss": 2.0, "skipped": False, "island": 0},
+    ...           {"loss": 4.0, "skipped": False, "island": 1}], shares=(3, 1))["loss"]
+    2.5
     """
     islands: dict[int, ProcessStep] = {}
     for report in reports:
@@ -61,7 +66,9 @@ def known_of(reports: Sequence[ProcessStep]) -> ProcessStep:
     known |= spread
     if len(own) == 1:
         return known
-    mean = lambda values: math.fsum(values) / len(own)
+    weights = [shares[k] if shares else 1 for k in sorted(islands)]
+    pairs = lambda values: zip(weights, values, strict=True)
+    mean = lambda values: math.fsum(w * value for w, value in pairs(values)) / sum(weights)
     known |= {name: mean(island[name] for island in own) for name in MEANS if name in known}
     known["skipped"] = any(island["skipped"] for island in own)
     if "auxiliary" in known:

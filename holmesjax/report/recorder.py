@@ -49,6 +49,7 @@ class Recorder:
       stream: where progress is printed; standard output if None.
       on_step: takes the record of each step; what it returns is added.
       owner: the lease of the run folder, which is looked at before each write.
+      shares: of the batch that each island takes; empty: equal ones.
       began_s: when the session began, by `time.monotonic`; None: now.
     """
 
@@ -64,8 +65,9 @@ class Recorder:
         on_step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
         began_s: float | None = None,
         owner: Lease | None = None,
+        shares: Sequence[int] = (),
     ):
-        self._owner = owner
+        self._owner, self._shares = owner, shares
         self.last: dict[str, Any] = {}  # the record of this session's last step
         self._num_steps = 0  # of this session
         self._step_times_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -178,7 +180,7 @@ class Recorder:
         return {"time_left_s": left * (now_s - self._first_s) / count}
 
     def _write(self, reports: Sequence[ProcessStep]) -> None:
-        known = known_of(reports)
+        known = known_of(reports, self._shares)
         intervals = from_first_start(
             [Interval(*i) for report in reports for i in report["intervals"]]
         )

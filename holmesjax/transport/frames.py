@@ -29,9 +29,9 @@ from holmesjax.transport.connections import CLOSED, shut
 from holmesjax.transport.heartbeats import Silence
 from holmesjax.transport.outbox import Outbox, Position
 
-MAGIC = b"HJX2"
+MAGIC = b"HJX3"
 # Magic, kind, crossing, number, frames received, then the rest of Frame.
-HEADER = struct.Struct(">4sBxHQQQIIQQ")
+HEADER = struct.Struct(">4sB3xIQQQIIQQ")
 CRC = struct.Struct(">I")
 # A connection that is free takes the next part of a piece. Smaller parts would cost as much in
 # Python as in copying, larger ones would leave connections idle at the end.

@@ -25,6 +25,8 @@ AT_THE_LIMIT = [
     ],
     ["data.validation_fraction=0"],
     ["parallel.expert=1", "parallel.expert_chunks=1", "model.experts={}", EXPERTS],
+    ["model.experts={count: 4, active: 4}", EXPERTS],
+    ["model.experts={groups: 4, active_groups: 2, active: 4}", EXPERTS],
     ["optimizer.name=sgd", "optimizer.beta1=0", "optimizer.beta2=0.95"],
     ["data.source=tokens", "data.dtype=uint16"],
 ]

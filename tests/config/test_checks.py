@@ -423,6 +423,41 @@ change sums
   found: load
   fix: use number, or set train.deterministic to false
 
+model.pattern=[expert_block]
+model.experts: is missing: expert_block needs it
+  found: nothing
+  fix: add count and active
+
+model.experts={}
+model.experts: is only for layers of the kind expert_block
+  found: a section
+  fix: remove it, or add expert_block to model.pattern
+
+model.experts.count=4 model.experts.active=5 model.pattern=[expert_block]
+model.experts.active: must be at most the 4 experts of model.experts.count
+  found: 5
+  fix: use 4
+
+model.experts.groups=4 model.experts.active=3 model.pattern=[expert_block]
+model.experts.active: must be at most the 2 experts of the groups that a token chooses
+  found: 3
+  fix: use 2
+
+model.experts.groups=3 model.pattern=[expert_block]
+model.experts.groups: must divide model.experts.count = 8
+  found: 3
+  fix: use 1
+
+model.experts.groups=8 model.experts.active=1 model.pattern=[expert_block]
+model.experts.groups: must leave two experts in each group, by which groups are chosen
+  found: 8
+  fix: use 4 or fewer
+
+model.experts.groups=2 model.experts.active_groups=3 model.pattern=[expert_block]
+model.experts.active_groups: must be at most model.experts.groups = 2
+  found: 3
+  fix: use 2
+
 parallel.expert=4 model.experts.count=6 model.pattern=[expert_block] train.global_batch=32
 parallel.expert: must divide model.experts.count = 6
   found: 4
@@ -458,6 +493,22 @@ kernels.attention: cudnn has no gradients for an odd model.context_length, 65: J
 that attention does not have for one
   found: cudnn
   fix: use auto, which adds a token, or 66 tokens
+
+kernels.attention=cudnn data.documents=mask train.compute_dtype=bfloat16
+kernels.attention: cudnn has no documents, which data.documents asks for
+  found: cudnn
+  fix: use auto, or set data.documents to concatenate
+
+kernels.attention=cudnn kernels.deterministic_attention=true train.compute_dtype=bfloat16
+kernels.attention: cudnn has no gradients of the same bits each time, which \
+kernels.deterministic_attention asks for
+  found: cudnn
+  fix: use auto, or set kernels.deterministic_attention to false
+
+kernels.attention=cudnn model.attention_soft_cap=30 train.compute_dtype=bfloat16
+kernels.attention: cudnn has no soft cap of scores, which model.attention_soft_cap asks for
+  found: cudnn
+  fix: use auto, or leave model.attention_soft_cap out
 
 train.rampup=[{"steps":5,"global_batch":32}]
 train.rampup[0].global_batch: must be below the next batch, of 32

@@ -98,7 +98,7 @@ def hub_of(folder, checkpoint=None, wait_s=0.0):
 
 
 def wait_until(condition):
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -18,7 +18,7 @@ from holmesjax.distributed.messages import Compiled, Files
 from holmesjax.errors import DataError
 from holmesjax.plan.processes import Process
 from holmesjax.report import metrics
-from tests.jobs import ROOT, RunningJob, free_listen, write_run
+from tests.jobs import HANG_S, ROOT, RunningJob, free_listen, write_run
 
 
 def process(number):
@@ -156,7 +156,7 @@ def test_a_job_whose_processes_have_unlike_corpora_ends_before_its_first_step(tm
             stack.callback(worker.wait, 30)
             stack.callback(worker.kill)
         assert job.end() == 2, job.output
-        assert [worker.wait(60) for worker in workers] == [2, 2]
+        assert [worker.wait(HANG_S) for worker in workers] == [2, 2]
     for text in (
         *("b/b-0 (process 1): has other data than a/a-0 (process 0) (train)", "c.txt"),
         *(str(tmp_path / "0/corpus"), str(tmp_path / "1/texts")),

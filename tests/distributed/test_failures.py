@@ -28,7 +28,7 @@ from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 from holmesjax.trainer import Trainer
 from tests.disks import disk
-from tests.jobs import ROOT, RunningJob, external_job, listening_ports, write_run
+from tests.jobs import HANG_S, ROOT, RunningJob, external_job, listening_ports, write_run
 from tests.socket_faults import reset_connections
 
 # One worker runs them all: they share what is made once.
@@ -43,7 +43,8 @@ SETTINGS = [
     "train.steps=100000",  # it must not end by itself before the test is done with it
 ]
 LOCAL = ("--launcher", "local")
-STEP_TIMEOUT_S, HANGS_IN = 15.0, 14  # distributed.step_timeout_s, where one is to hang in a step
+# distributed.step_timeout_s, where one is to hang in a step; Gloo itself gives up after 30 s.
+STEP_TIMEOUT_S, HANGS_IN = 22.0, 14
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -70,8 +71,8 @@ def start(folder: Path, *arguments, **options) -> RunningJob:
     return RunningJob(write_run(folder, CLUSTERS), *LOCAL, *SETTINGS, *arguments, **options)
 
 
-def wait_until(condition, timeout_s=200.0):  # a hang guard
-    deadline_s = time.monotonic() + timeout_s
+def wait_until(condition):
+    deadline_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline_s, "it does not come"
         time.sleep(0.005)
@@ -148,11 +149,11 @@ def lose_connections(job: RunningJob) -> None:
     launcher, *workers = [job.process.pid, *job.workers()]
     pairs = [(workers[0], workers[2]), (workers[2], workers[1])]
     pairs += [(launcher, workers[0]), (workers[1], launcher)]
-    num_lost = 0
     for one, other in pairs * 6:
         time.sleep(rng.uniform(0.0, 0.1))
-        num_lost += reset_connections(one, other)
-    assert num_lost >= 24
+        while not reset_connections(one, other):  # those of the last time are not made anew yet
+            assert job.process.poll() is None, job.end()
+            time.sleep(0.1)
 
 
 @pytest.mark.timeout(600)  # one job that starts again and again, of 70 s of a core in all
@@ -324,7 +325,7 @@ def test_a_process_that_dies_where_nobody_sees_its_end_is_named(tmp_path):
         first_step(job, tmp_path)
         job.processes[1].kill()
         assert job.end() == 75, job.output
-        statuses = [process.wait(60) for process in job.processes]
+        statuses = [process.wait(HANG_S) for process in job.processes]
     assert statuses == [75, -signal.SIGKILL, 75]
     assert_blamed(job.output, 1, "has closed its connection without a word")
 
@@ -336,7 +337,7 @@ def test_who_starts_processes_hears_of_each_that_the_run_is_not_done(tmp_path):
         first_step(job, tmp_path)
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.end() == 75, job.output
-        assert [process.wait(60) for process in job.processes] == [75, 75]
+        assert [process.wait(HANG_S) for process in job.processes] == [75, 75]
     assert "stopped after step " in job.output
     assert "error: " not in job.output
 
@@ -421,7 +422,9 @@ def test_strangers_a_slow_process_and_a_save_that_fails_change_nothing(tmp_path,
         listening(pids)
         ports = listening_ports(pids)
         for (address, port), greeting in itertools.product(sorted(ports), greetings):
-            stranger = stack.enter_context(socket.create_connection((address, port), timeout=60))
+            stranger = stack.enter_context(
+                socket.create_connection((address, port), timeout=HANG_S)
+            )
             with contextlib.suppress(OSError):  # some doors close at once
                 stranger.sendall(greeting)
         first_step(job, tmp_path)
@@ -503,7 +506,7 @@ def stray(job: RunningJob, run_dir: Path, prefix: tuple[str, ...]):
 def words_of(process) -> str:
     """The last words of a process; one that does not leave fails the test with its stacks."""
     try:
-        return process.communicate(timeout=90)[1]
+        return process.communicate(timeout=HANG_S)[1]
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)
         pytest.fail(process.communicate(timeout=30)[1])
@@ -522,7 +525,7 @@ def test_one_that_cannot_write_one_of_another_plan_and_a_silent_link_are_named(t
         start(
             tmp_path,
             "checkpoint.every=30",
-            "distributed.heartbeat_timeout_s=10",
+            "distributed.heartbeat_timeout_s=30",
             prefix=inside,
         ) as job,
         contextlib.ExitStack() as stack,

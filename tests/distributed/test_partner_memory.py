@@ -13,8 +13,8 @@ from tests.jobs import RunningJob, compiling_as_here, write_run
 from tests.priced_saves import assert_priced_as_written
 
 CLUSTERS = {"a": (1,), "b": (1,)}
-SETTINGS = ["model.num_layers=2", "model.width=16", "train.steps=24", "checkpoint.every=4"]
-SETTINGS += ["checkpoint.keep=20", "checkpoint.partner=true"]
+SETTINGS = ["model.num_layers=2", "model.width=16", "checkpoint.every=4"]
+SETTINGS += ["checkpoint.keep=20", "checkpoint.partner=true", "optimizer.schedule=constant"]
 PART_OF = {"a": "part_0", "b": "part_1"}
 
 
@@ -22,12 +22,12 @@ def losses(folder):
     return {record["step"]: record["loss"] for record in metrics.read(folder)}
 
 
-def start(tmp_path):
+def start(tmp_path, steps):
     nodes = {"a-0": str(tmp_path / "run"), "b-0": str(tmp_path / "b")}
     entries = [{"node": node, "run_dir": place} for node, place in nodes.items()]
     (tmp_path / "hosts.yaml").write_text(json.dumps({"hosts": entries}))
     run = [tmp_path / "run.yaml", "--launcher", "local", "--hosts", tmp_path / "hosts.yaml"]
-    return RunningJob(*run, *SETTINGS, env=compiling_as_here())
+    return RunningJob(*run, *SETTINGS, f"train.steps={steps}", env=compiling_as_here())
 
 
 def copies(tmp_path, cluster):
@@ -52,7 +52,7 @@ def test_lost_disks_come_back_from_memory(tmp_path):
     """All processes are killed, both disks lose all arrays, and only manifests are left."""
     write_run(tmp_path, CLUSTERS)
     home = tmp_path / "run"
-    with start(tmp_path) as job:
+    with start(tmp_path, 100_000) as job:  # it must not end by itself before it is killed
         deadline_s = time.monotonic() + 120
         while not has_gone_on(tmp_path):
             assert job.process.poll() is None, job.end()
@@ -66,7 +66,7 @@ def test_lost_disks_come_back_from_memory(tmp_path):
     shutil.rmtree(tmp_path / "b")
     for _, path in manifest.folders(home):
         shutil.rmtree(path / "part_0", ignore_errors=True)
-    with start(tmp_path) as job:
+    with start(tmp_path, max(undisturbed) + 4) as job:
         assert job.end() == 0, job.output
     assert f"resuming after step {newest}" in job.output
     assert "a/a-0 | fetched part_" in job.output

@@ -14,6 +14,7 @@ import pytest
 
 from holmesjax.checkpoints import fetching, manifest, stores
 from holmesjax.distributed import process_store, store_messages
+from holmesjax.distributed.store_end import OwnStore
 from holmesjax.distributed.store_hub import ALL, StoreHub
 from holmesjax.distributed.store_messages import AskPiece, FilePiece, Keep, PutManifest
 from holmesjax.errors import (
@@ -343,6 +344,26 @@ def test_an_earlier_start_writes_no_more(tmp_path):
     assert json.loads((tmp_path / stores.OWNER).read_text()) == {"start": "y-1-1"}
 
 
+def test_a_store_that_has_come_back_empty_stays_its_starts(tmp_path):
+    folder, said = tmp_path / "store", []
+    check = stores.begin(folder, "x-1-0", said.append)
+    known = stores.known_identifier(folder)
+    shutil.rmtree(folder)
+    for _ in range(2):
+        check()
+    assert (stores.owner(folder), stores.known_identifier(folder)) == ("x-1-0", known)
+    assert len(said) == 1
+    assert "has come back" in said[0]
+    stores.begin(folder, "x-2-0")  # a start that has begun since has it
+    with pytest.raises(LostLeaseError, match="another start"):
+        check()
+    shutil.rmtree(folder)
+    other = stores.identifier(folder)  # another run
+    with pytest.raises(LostLeaseError, match=other):
+        check()
+    assert stores.owner(folder) is None
+
+
 @pytest.mark.parametrize("name", ["store.json", "config.yaml", "checkpoints/step_00000002/x"])
 def test_a_folder_of_another_run_is_no_store(tmp_path, name):
     """The launcher would take away there what it does not have."""
@@ -369,3 +390,19 @@ def test_a_folder_is_one_store_however_many_ask(tmp_path):
     (tmp_path / "run/store.json").write_text(json.dumps({"id": "../x"}))
     with pytest.raises(HolmesError, match="names no store"):
         stores.identifier(tmp_path / "run")
+
+
+def test_a_store_calls_again_for_as_long_as_its_job_may_be_cut_off(tmp_path, monkeypatch):
+    def call(*, serves, timeout_s):
+        calls_s.append(timeout_s)
+        raise PeerError("the store", "nobody answers", found="", fix="")
+
+    def lost():
+        raise ConnectionResetError
+
+    calls_s = []
+    store = OwnStore(tmp_path, process=0, node="a", controller=("127.0.0.1", 1), key=KEY)
+    monkeypatch.setattr(store, "_call", call)
+    for store.silence_s in (0.0, 300.0):
+        store._serve(SimpleNamespace(receive=lost, close=lambda: None))
+    assert calls_s == [60.0, 300.0]

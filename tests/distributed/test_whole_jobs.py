@@ -12,6 +12,7 @@ RTOL = 1e-5  # sums in another order, in float32
 
 # name -> nodes of each cluster, by their devices; settings
 SELDOM = "one stage over clusters, tensor over nodes"
+EXPERTS = "devices that share experts, a process for each"
 VALIDATING = "validations of many microbatches, two devices in a process"
 JOBS = {
     "three stages, unequal data, tied, a process for each device, encrypted": (
@@ -26,6 +27,11 @@ JOBS = {
         {"ib": (1, 1), "roce": (1, 1)},
         ["parallel.clusters=null", "parallel.data=2", "parallel.tensor=2"],
         ["model.num_layers=1"],
+    ),
+    EXPERTS: (
+        {"a": (2,)},
+        ["parallel.expert=2", "distributed.processes=device"],
+        ["model.pattern=[block,expert_block]", "model.experts={count: 4, width: 16}"],
     ),
     # The first stage has 96 forwards that wait for nothing, three times what XLA's client takes.
     # They are so large that they take longer than their dispatch.
@@ -55,8 +61,8 @@ def losses_of(run_dir) -> list[float]:
     "name",
     [
         pytest.param(VALIDATING, marks=pytest.mark.one_version),
-        pytest.param(SELDOM, marks=pytest.mark.exhaustive),
-        *(name for name in JOBS if name not in (VALIDATING, SELDOM)),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (SELDOM, EXPERTS)),
+        *(name for name in JOBS if name not in (VALIDATING, SELDOM, EXPERTS)),
     ],
 )
 def test_the_steps_are_those_of_one_device(tmp_path, name):
@@ -72,6 +78,7 @@ def test_the_steps_are_those_of_one_device(tmp_path, name):
     assert [record["step"] for record in records if "val_loss" in record] == [1] * validates
 
 
+@pytest.mark.one_version
 def test_all_processes_of_a_stage_keep_to_the_schedule_whatever_comes_late(tmp_path):
     """A W that only one of them runs early holds collectives that the others reach later."""
     settings = ["parallel.schedule=zero_bubble", "parallel.fsdp=2", "parallel.data=1"]

@@ -61,6 +61,7 @@ EXTERNAL = (
 SSH = "launch/test_ssh.py::test_a_job_over_ssh_survives_the_death_of_a_process"
 SSH_AGENTS = "launch/test_ssh.py::test_the_doctor_goes_over_ssh"
 EXTERNAL_AGENTS = "hosts/test_probe.py::test_addresses_that_cannot_be_are_told_of"
+RAY = "launch/test_ray.py::test_processes_start_on_their_nodes_and_their_words_and_ends_are_told"
 PROCESSES = (
     "generation/test_sampler.py::test_a_run_is_sampled_on_one_device_as_planned_and_by_processes"
 )
@@ -77,6 +78,9 @@ ELSEWHERE = {
     "train --listen": EXTERNAL,
     "train --launcher ssh": SSH,
     "train --hosts": SSH,
+    "train --launcher ray": RAY,
+    "doctor --launcher ray": RAY,
+    "doctor --options": RAY,
     "train --max-restarts": SSH,
     "train --submit": "launch/test_slurm.py::test_a_heterogeneous_job_is_restarted_and_requeued",
     "generate --launcher ssh": PROCESSES,

@@ -80,4 +80,4 @@ def test_the_page_of_commands_has_every_verb_with_its_options():
     page = reference_pages.commands()
     for name in arguments.VERBS:
         assert f"\n## `{name}`\n" in page
-    assert "--launcher {local,external,ssh,slurm,kubernetes,skypilot}" in page
+    assert "--launcher {local,external,ssh,slurm,kubernetes,skypilot,ray}" in page

@@ -150,9 +150,12 @@ def test_an_alias_bomb_is_refused_at_once_with_one_mistake(write):
 
 def test_of_many_mistakes_the_first_are_shown(write):
     path = write("\n".join(f"a{i}: 1\na{i}: 2" for i in range(99)))
-    text = str(Mistakes(refused(path)))
-    assert text.count("is set twice") == 10
-    assert text.endswith("error: and 89 more mistakes")
+    mistakes = Mistakes(refused(path))
+    assert str(mistakes).count("is set twice") == 10
+    assert str(mistakes).endswith("error: and 89 more mistakes")
+    first = mistakes.mistakes[0].parts()
+    problem = "is set twice; the first of 99 mistakes"
+    assert mistakes.parts() == first | {"problem": problem}
 
 
 def test_a_file_of_100_mb_is_not_read(tmp_path):

@@ -270,8 +270,8 @@ JOBS = (
     Bug(
         name="url-of-two-owners",
         module="holmesjax.checkpoints.mirror",
-        old="if (found := self._owner()) != self.start:",
-        new="if not (found := self._owner()):",
+        old="if found != self.start:",
+        new="if not found:",
         wrong="a start writes to a URL that another start has taken over",
         tests=("tests/checkpoints/test_mirror.py::test_the_last_that_wrote_says_what_the_run_is",),
     ),

@@ -5,14 +5,23 @@ from tests.mutations.bug import Bug
 TRAINING = (
     Bug(
         name="equal-islands",
-        module="holmesjax.islands.weighted_mean",
-        old="np.float32(count / total)",
-        new="np.float32(1 / len(arrays))",
+        module="holmesjax.plan.outer_rule",
+        old="(count / total)",
+        new="(1 / len(arrays))",
         wrong="a slow island weighs as much as a fast one",
         tests=(
             "tests/islands/test_mailbox.py::"
             "test_the_merge_is_the_rule_in_float64_with_weights_by_tokens",
+            "tests/islands/test_meeting.py::test_the_rule_is_that_of_papers",
         ),
+    ),
+    Bug(
+        name="overlapping-parts",
+        module="holmesjax.islands.runner",
+        old="first + sum(sizes[:number])",
+        new="first + number * sizes[number]",
+        wrong="islands with unlike parts of a batch train on some sequences twice",
+        tests=("tests/islands/test_runs.py::test_islands_share_the_batches_of_a_run_without",),
     ),
     Bug(
         name="last-merger-wins",
@@ -44,8 +53,8 @@ TRAINING = (
     Bug(
         name="same-data-on-islands",
         module="holmesjax.islands.apart",
-        old="self.count * what.first_sequence + self.number",
-        new="what.first_sequence + self.number",
+        old="first, sizes = count * what.first_sequence,",
+        new="first, sizes = what.first_sequence,",
         wrong="two islands train on the same sequences",
         tests=(
             "tests/islands/test_apart.py::"
@@ -128,6 +137,14 @@ TRAINING = (
         tests=("tests/kernels/test_experts.py",),
     ),
     Bug(
+        name="shares-divided-by-squares",
+        module="kernels.experts",
+        old="(change - share * change.sum(-1, keepdims=True)) / _sum(scores)",
+        new="change / _sum(scores) - scores * change.sum(-1, keepdims=True) / _sum(scores) ** 2",
+        wrong="a token whose scores vanish makes the gradients NaN",
+        tests=("tests/kernels/test_experts.py",),
+    ),
+    Bug(
         name="capacity-off-by-one",
         module="kernels.experts",
         old="is_in = place_BLk < static.capacity",
@@ -138,8 +155,8 @@ TRAINING = (
     Bug(
         name="one-round-of-an-exchange",
         module="kernels.expert_exchange",
-        old="rounds = -(-load_n.max() // _slots_of_each(static, choice_BLk.size))",
-        new="rounds = jnp.minimum(1, load_n.max())",
+        old="waits = jnp.any(sent.choices_n < all_n)",
+        new="waits = jnp.any(sent.choices_n < 0)",
         wrong="tokens that find no slot of another device are lost",
         tests=("tests/kernels/test_experts.py",),
     ),
@@ -178,9 +195,25 @@ TRAINING = (
     Bug(
         name="chunks-in-the-order-of-devices",
         module="kernels.expert_exchange",
-        old="jnp.concatenate(of_each, axis=1)",
-        new="jnp.concatenate(of_each, axis=0)",
-        wrong="results of chunks go to other tokens",
+        old="(chunk * num_devices + jnp.arange(num_devices)) * rows",
+        new="(chunk + static.num_chunks * jnp.arange(num_devices)) * rows",
+        wrong="rows of chunks go to other devices",
+        tests=("tests/kernels/test_experts.py",),
+    ),
+    Bug(
+        name="more-choices-than-slots",
+        module="kernels.expert_exchange",
+        old="sent.choices_n[None] <= choices",
+        new="sent.choices_n[None] <= 2 * choices",
+        wrong="choices that find no slot on the device of their expert are lost",
+        tests=("tests/kernels/test_experts.py",),
+    ),
+    Bug(
+        name="first-choice-of-a-device",
+        module="kernels.expert_exchange",
+        old="number_Tmk = jnp.where(is_there_Tmk,",
+        new="number_Tmk = jnp.where(is_there_Tmk & (jnp.cumsum(is_there_Tmk, -1) == 1),",
+        wrong="a token meets one of its experts on each device",
         tests=("tests/kernels/test_experts.py",),
     ),
     Bug(
@@ -496,6 +529,14 @@ TRAINING = (
         new="[low * cos + high * sin, high * cos + low * sin]",
         wrong="rotary positions do not rotate: one sign is wrong",
         tests=("tests/models/test_ops.py::test_rotary_turns_pairs_and_keeps_distances",),
+    ),
+    Bug(
+        name="moments-that-begin-late",
+        module="holmesjax.optimizers.optimizer",
+        old="state.updates if state.missed is None else state.updates - state.missed",
+        new="state.updates",
+        wrong="the bias of moments that begin late is corrected by the updates of the schedule",
+        tests=("tests/optimizers/test_adamw.py::test_adamw_equals_its_formulas",),
     ),
     Bug(
         name="rate-of-the-next-step",

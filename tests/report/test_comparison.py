@@ -77,6 +77,24 @@ def test_losses_are_means_over_the_same_steps_and_settings_that_differ_are_named
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_settings_that_name_files_differ_where_their_contents_do(tmp_path):
+    """A run that goes on names its own copies, and a file may have changed under its name."""
+    folders = [
+        write(tmp_path, name, [record(1, 5.0)], f"topology={name}.yaml", f"data.tokenizer={name}")
+        for name in ("run0", "run1")
+    ]
+    for folder in folders:
+        (tmp_path / folder / "topology.yaml").write_text("clusters: one")
+        (tmp_path / folder / "tokenizer").mkdir()
+        (tmp_path / folder / "tokenizer/tokenizer.json").write_text("{}")
+    assert not comparison.settings(comparison.load(folders))
+    (tmp_path / "run1/topology.yaml").write_text("clusters: two")
+    (tmp_path / "run1/tokenizer/chat_template.jinja").write_text("{{ messages }}")
+    rows = dict(comparison.settings(comparison.load(folders)))
+    assert [*rows] == ["topology", "data.tokenizer"]
+    assert rows["topology"][0].startswith('"run0.yaml" (')
+
+
 def test_curves_are_those_of_the_records():
     runs = {name: [record(step, loss) for step in (1, 2, 4)] for name, loss in (("a", 2), ("b", 3))}
     runs["b"][1] |= {"val_loss": 2.5}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -14,8 +15,8 @@ import pytest
 
 from holmesjax.config import LogConfig
 from holmesjax.errors import ConfigError, DataError
-from holmesjax.report.metric_sinks import check_installed
-from holmesjax.report.metrics import FILE, Metrics, read, read_last
+from holmesjax.report.metric_sinks import check_installed, end_of_events
+from holmesjax.report.metrics import FILE, Metrics, read, read_last, read_tail
 from tests.cases import cases
 from tests.disks import disk, files_of_at_most
 
@@ -78,6 +79,15 @@ def test_a_tail_that_is_not_text_is_dropped(tmp_path):
     assert read(tmp_path) == [{"step": 1}]
 
 
+def test_more_is_read_where_the_last_record_is_longer_than_a_tail(tmp_path):
+    records = [{"step": step, "expert_loads": [step] * 1000} for step in (1, 2, 3)]
+    text = "".join(f"{json.dumps(record)}\n" for record in records)
+    (tmp_path / FILE).write_text(text + '{"step": 4')
+    assert read_tail(tmp_path, 100)[-1] == records[-1]
+    (tmp_path / FILE).write_text('{"step": 1, "expert_loads": [' + 1000 * "1, ")
+    assert read_tail(tmp_path, 100) == []
+
+
 def test_damage_before_the_last_line_is_reported(tmp_path):
     (tmp_path / FILE).write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
     words = r"line 2: is not the record of a step\n  found: '{\"step\"'\n"
@@ -121,8 +131,8 @@ def test_of_two_records_of_one_step_the_later_wins(tmp_path):
 @pytest.mark.parametrize(
     "log, field, fix",
     [
-        (LogConfig(tensorboard=True), "log.tensorboard", "pip install 'holmesjax[tb]'"),
-        (LogConfig(wandb=True), "log.wandb", "pip install 'holmesjax[wandb]'"),
+        (LogConfig(tensorboard=True), "log.tensorboard", "-e '.[tb]', or set"),
+        (LogConfig(wandb=True), "log.wandb", "-e '.[wandb]', or set"),
     ],
     ids=["tensorboard", "wandb"],
 )
@@ -305,6 +315,44 @@ def test_a_file_of_records_that_is_removed_comes_back_whole(tmp_path):
     assert str(path) in told
 
 
+@pytest.mark.parametrize(
+    "change, left, said",
+    [
+        (lambda path: os.truncate(path, 40), [1, 4], "was cut from 75 to 40 bytes"),
+        (lambda path: os.truncate(path, 5), [4], "was cut from 75 to 5 bytes"),
+        (lambda path: os.truncate(path, 80), [1, 2, 3, 4], "had 5 bytes behind its last record"),
+    ],
+)
+def test_a_file_of_records_that_others_change_goes_on_with_whole_records(
+    tmp_path, change, left, said
+):
+    warnings: list[str] = []
+    with Metrics(tmp_path, NO_LOG, warn=warnings.append) as metrics:
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "loss": 5.0})
+        assert (tmp_path / FILE).stat().st_size == 75
+        change(tmp_path / FILE)
+        metrics.write({"step": 4, "loss": 5.0})
+    assert [record["step"] for record in read(tmp_path)] == left
+    [told] = warnings
+    assert said in told
+
+
+def test_a_file_of_events_that_others_cut_ends_with_a_whole_event(tmp_path):
+    package = pytest.importorskip("tensorboardX.record_writer")
+    path, sizes = tmp_path / "events", []
+    writer = package.RecordWriter(str(path))
+    for content in (b"", b"a\nb", b"\n" * 300):
+        writer.write(content)
+        writer.flush()
+        sizes.append(path.stat().st_size)
+    writer.close()
+    for size in range(sizes[-1], -1, -1):
+        os.truncate(path, size)
+        with path.open("rb") as file:
+            assert end_of_events(file) == max((end for end in sizes if end <= size), default=0)
+
+
 def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path):
     pytest.importorskip("tensorboardX")
     warnings = []
@@ -345,7 +393,7 @@ def test_a_sink_that_fails_or_hangs_holds_no_step_up(fails, tmp_path, monkeypatc
     warnings, sink = [], OddSink(fails)
     monkeypatch.setattr("holmesjax.report.metric_sinks._TensorBoard", lambda *_: sink)
     monkeypatch.setattr("holmesjax.report.metric_sinks.MOST_WAITING", 20)
-    monkeypatch.setattr("holmesjax.report.metric_sinks.CLOSE_S", 0.2)
+    monkeypatch.setattr("holmesjax.report.metric_sinks.CLOSE_S", 60.0 if fails else 0.2)
     log = LogConfig(tensorboard=True)
     with Metrics(tmp_path, log, warn=warnings.append) as metrics:
         metrics.write({"step": 1, "loss": 5.0})

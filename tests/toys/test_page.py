@@ -94,7 +94,7 @@ def copy(tmp_path_factory):
 def test_the_pages_add_a_row_of_each_kind(copy):
     """Nothing else of the packages is changed, and commands know them all."""
     done = subprocess.run(
-        [sys.executable, "-c", COMMANDS], cwd=copy, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", COMMANDS], cwd=copy, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("a-0 a-1\n")

@@ -22,7 +22,7 @@ from holmesjax.transport import connections
 from tests.transport.calls import Inn
 inn = Inn(sock=connections.listen(sys.argv[1]))
 print(inn.address[1], flush=True)
-theirs = inn.entered.get(timeout=60)
+theirs = inn.entered.get(timeout=240)
 theirs.send({"length": len(theirs.receive()["text"])})
 sys.stdin.read()
 """

@@ -17,6 +17,7 @@ from holmesjax.hosts import process_environment
 from holmesjax.transport import admission, connections, handshake, key_files, records
 from holmesjax.transport.handshake import WRONG_KEY
 from holmesjax.transport.records import Record
+from tests.jobs import own_address
 from tests.transport.calls import (
     DEADLINE_S,
     KEY,
@@ -309,11 +310,12 @@ def test_nobody_is_sent_away_because_the_listener_took_its_time(monkeypatch):
     inn.admission.close()
 
 
-def test_who_has_proved_the_key_may_take_its_time(inn, impatience):
+def test_who_has_proved_the_key_may_take_its_time(inn, monkeypatch):
     """A stranger that comes later is sent away earlier."""
     with inn.stranger() as member:
         introduce(member, Named(name="guest"))
         assert read_frame(member)["kind"] == "welcome"
+        monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
         with inn.stranger() as stranger:
             read_frame(stranger)
             assert rest_of(stranger) == b""
@@ -394,10 +396,10 @@ def test_pauses_grow_and_differ():
 
 
 def test_connecting_waits_for_the_listener_and_gives_up_in_time(patience):
-    with connections.listen("127.0.0.1") as sock:
+    with connections.listen(own_address()) as sock:
         address, port = connections.address_of(sock)
     start_s = time.monotonic()
-    with pytest.raises(PeerError, match=rf"a to b: nobody answers at 127.0.0.1:{port} for 0.3 s"):
+    with pytest.raises(PeerError, match=rf"a to b: nobody answers at {address}:{port} for 0.3 s"):
         call_at((address, port), timeout_s=0.3)
     assert time.monotonic() - start_s > 0.25
 

@@ -18,11 +18,11 @@ def ends():
 
     def connect(sizes, streams):
         pairs = [socket.socketpair() for _ in range(streams)]
-        receiver = Receiver(sizes, silence_s=2.0)
+        receiver = Receiver(sizes, silence_s=30.0)
         threads = [threading.Thread(target=receiver.receive, args=(far,)) for _, far in pairs]
         for thread in threads:
             thread.start()
-        sender = Sender([near for near, _ in pairs], silence_s=2.0)
+        sender = Sender([near for near, _ in pairs], silence_s=30.0)
         opened.append((sender, threads))
         return sender, receiver
 

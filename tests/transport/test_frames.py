@@ -10,7 +10,7 @@ import pytest
 from holmesjax.transport import frames
 from holmesjax.transport.frames import Channel, Frame, FrameKind, ViolationError
 
-PULL = Frame(FrameKind.PULL, 3, 2**40, 7, 5, 2**35, 2**33)
+PULL = Frame(FrameKind.PULL, 2**20, 2**40, 7, 5, 2**35, 2**33)
 DEADLINE_S = 60.0  # for what must come: a hang guard
 
 
@@ -66,7 +66,7 @@ def opened():
     """Makes channels over socket pairs; everything is closed at the end."""
     things = []
 
-    def make(silence_s=5.0, ends=2, parts=None):
+    def make(silence_s=DEADLINE_S, ends=2, parts=None):
         socks = socket.socketpair()
         notes = [Notes() for _ in range(ends)]
         channels = [
@@ -83,7 +83,7 @@ def opened():
     for thing in things:
         thing.close()
         if isinstance(thing, Channel):
-            thing.join(5)
+            thing.join(DEADLINE_S)
 
 
 def give(channel, frame, payload):
@@ -109,7 +109,7 @@ def test_payload_goes_from_memory_to_memory(opened):
 
 def test_parts_are_spread_over_the_free_channels(opened):
     parts = deque()
-    channels = [opened(60.0, ends=1, parts=parts)[0][0] for _ in range(4)]
+    channels = [opened(ends=1, parts=parts)[0][0] for _ in range(4)]
     large = memoryview(bytes(1 << 24))  # more than a socket takes: nobody reads, so each is busy
     time.sleep(0.1)  # all idle
     for offset in range(4):
@@ -222,7 +222,7 @@ def test_what_is_wrong_ends_the_connection(opened, sent, problem):
 
 @pytest.mark.parametrize("sent", [b"", GOOD[:10], frames._encode(Frame(FrameKind.PING), 0)])
 def test_a_closed_connection_is_noticed_at_once(opened, sent):
-    _, (told,), (_, sock) = opened(silence_s=60, ends=1)
+    _, (told,), (_, sock) = opened(ends=1)
     sock.sendall(sent)
     sock.close()
     assert isinstance(told.wait(told.errors), ConnectionResetError)

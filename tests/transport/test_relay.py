@@ -15,8 +15,10 @@ from holmesjax.transport.records import Record
 from holmesjax.transport.relay import Relay
 from holmesjax.transport.relay_messages import RelayHello, relay_key
 from holmesjax.transport.relayed import RelayedPort, RelayPlace
+from tests.jobs import own_address
 
 KEY = bytes(range(32))
+DEADLINE_S = 120.0  # for what must come: a hang guard
 SECRET = b"the weights of a model " * 1000
 
 
@@ -58,7 +60,7 @@ class Listener:
 
 def until(is_so):
     """Waits for what another thread does."""
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -66,12 +68,12 @@ def until(is_so):
 
 def to_relay(place, role, name):
     hello = RelayHello(role=role, name=name)
-    return connections.connect_relay(*place, relay_key(KEY), hello, 30.0)
+    return connections.connect_relay(*place, relay_key(KEY), hello, DEADLINE_S)
 
 
 def once(place, name="process 7"):
     """One attempt to reach a process through a relay."""
-    return connections._through_relay(*place, name, KEY, time.monotonic() + 30)
+    return connections._through_relay(*place, name, KEY, time.monotonic() + DEADLINE_S)
 
 
 def call(place, name="process 7", key=KEY, me="process 3"):
@@ -84,7 +86,7 @@ def call(place, name="process 7", key=KEY, me="process 3"):
         expected=Hello,
         check=lambda hello: None,
         where="a test",
-        timeout_s=20.0,
+        timeout_s=DEADLINE_S,
     )
 
 
@@ -96,7 +98,7 @@ def stack():
 
 def start(stack, port=0):
     said = []
-    found = Relay("127.0.0.1", port, key=relay_key(KEY), say=said.append)
+    found = Relay(own_address(), port, key=relay_key(KEY), say=said.append)
     stack.callback(found.close)
     return found, RelayPlace(*found.address), said
 
@@ -169,7 +171,7 @@ def test_a_process_that_does_not_take_calls_is_told(stack, monkeypatch):
         once(place)
     silent.close()
     late = to_relay(place, "take", "no ticket")
-    late.sock.settimeout(30.0)
+    late.sock.settimeout(DEADLINE_S)
     assert late.sock.recv(1) == b"", "whose caller has gone"
     late.close()
     assert said[0] == "process 7 can be called"
@@ -180,7 +182,7 @@ def test_a_relay_that_starts_again_is_called_again(stack):
     listener = Listener(stack, place)
     end = call(place)
     first.close()
-    end.sock.settimeout(20.0)
+    end.sock.settimeout(DEADLINE_S)
     with pytest.raises(OSError, match=r"closed|reset"):
         end.receive()
     end.close()

@@ -250,8 +250,8 @@ def test_a_process_that_lives_but_gives_nothing_is_given_up(pair, clock):
         pull_timeout_s=0.8,
         each=({}, {"on_failure": failures.append}),
     )
-    target.expect(KEYS[:2])
     start_s = time.monotonic()
+    target.expect(KEYS[:2])
     with pytest.raises(PeerError, match=r"F0 of microbatch 1 did not come for 0\.8 s") as caught:
         target.wait([KEYS[1]])
     assert time.monotonic() - start_s > 0.7

@@ -18,6 +18,7 @@ from holmesjax.transport.crossings import Key
 from holmesjax.transport.frames import Frame, FrameKind
 from holmesjax.transport.ports import Ports
 from holmesjax.transport.rendezvous import NeighbourHello
+from tests.jobs import own_address
 from tests.two_stages import (
     BACK,
     KEY,
@@ -94,9 +95,9 @@ def test_other_crossings_are_refused_with_both_digests(change, one_call):
 
 def test_nobody_there_is_told_in_time():
     ports = Ports.open(addresses())
-    with connections.listen("127.0.0.1") as sock:
+    with connections.listen(own_address()) as sock:
         gone = {name: [connections.address_of(sock)] for name in ports.book}
-    with pytest.raises(PeerError, match=r"nobody answers at 127\.0\.0\.1"):
+    with pytest.raises(PeerError, match=f"nobody answers at {own_address()}"):
         start(0, PLAN, [THERE], ports, [ports.book, gone], start_timeout_s=0.3)
 
 
@@ -242,7 +243,7 @@ def test_what_was_not_agreed_ends_the_job(impostor, said, problem):
 
 
 def test_strangers_at_the_ports_do_not_keep_the_neighbour_out():
-    ports = [Ports.open(addresses()) for _ in range(2)]
+    ports = [Ports.open(addresses(own_address())) for _ in range(2)]
     book = [p.book for p in ports]
     crowd = [socket.create_connection(book[1]["ethernet"][0]) for _ in range(200)]
     for stranger in crowd[::2]:

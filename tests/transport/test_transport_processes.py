@@ -15,6 +15,7 @@ import pytest
 from holmesjax.errors import PeerError
 from holmesjax.transport.crossings import Key
 from holmesjax.transport.ports import Ports
+from tests.jobs import HANG_S
 from tests.two_stages import addresses, make_crossing, make_plan, start
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,7 @@ class Child:
             if line.startswith("{"):
                 self._said.put(json.loads(line))
 
-    def says(self, what, timeout_s=60):
+    def says(self, what, timeout_s=HANG_S):
         said = self._said.get(timeout=timeout_s)
         assert what in said, said
         return said
@@ -106,7 +107,7 @@ def test_two_processes_and_one(children, specs):
     for child in found:
         child.says("connected")
     received = [child.says("done")["done"] for child in found]
-    assert [child.process.wait(60) for child in found] == [0, 0, 0]
+    assert [child.process.wait(HANG_S) for child in found] == [0, 0, 0]
     whole = 4 * 8 * 4 * 4
     assert received[2] == {"ib -> roce": whole}
     assert [r["roce -> ib"] for r in received[:2]] == [whole // 2, whole // 2]
