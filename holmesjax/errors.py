@@ -174,6 +174,14 @@ class Mistakes(HolmesError):
         Exception.__init__(self, "\nerror: ".join(texts))
 
 
+def may_pass(error: HolmesError) -> HolmesError:
+    """Returns a mistake of a start, after others that worked, as what the next may not meet."""
+    if error.exit_status != HolmesError.exit_status or isinstance(error, DamagedError):
+        return error
+    fix = f"if it is so again: {error.fix}"
+    return PeerError(error.where, error.problem, found=error.found, fix=fix)
+
+
 def raise_if_passing(error: BaseException, path: object = None) -> None:
     """Raises the `PeerError` of a failed call of the system that may work when it is done again.
 

@@ -471,8 +471,8 @@ def _of_folder(folder: Path, overrides: Sequence[str]) -> list[str]:
     """The overrides of a run folder, which is complete in itself, wherever it has been moved."""
     config = load_config(folder)
     own = {"topology": folder / TOPOLOGY, "data.tokenizer": saved_tokenizer(folder, config)}
-    here = [f"run.dir={places.url_of(folder) or folder}"]
+    here: dict[str, object] = {"run.dir": str(places.url_of(folder) or folder)}
     for name, value in own.items():
         if not any(override.startswith(f"{name}=") for override in overrides):
-            here.append(f"{name}={value}")
-    return [*here, *overrides]
+            here[name] = str(value)
+    return [*yaml_files.as_overrides(here), *overrides]

@@ -51,6 +51,7 @@ from holmesjax.errors import (
     LostDataError,
     LostLeaseError,
     PeerError,
+    may_pass,
 )
 from holmesjax.files import places
 from holmesjax.hosts import computing
@@ -280,13 +281,14 @@ class Attempt:
         except SystemExit as end:  # asked to leave at once
             self._begin_to_leave(int(end.code or 0))
             raise
-        except HolmesError as error:
+        except HolmesError as raised:
+            error = self._passing(raised)
             self._begin_to_leave(error.exit_status)
             is_final = error.exit_status == HolmesError.exit_status
             if is_final and not isinstance(error, DamagedError):
                 self._controller.refuse(error)  # whoever started them, none is to start again
                 self._unsave()
-            raise
+            raise error from None
         finally:
             self._end_workers()
         return done
@@ -523,19 +525,15 @@ class Attempt:
             fix=fix,
             fix_alone=f"correct what it says{output}",
         )
-        return self._passing(error)
+        return error
 
     def _passing(self, error: HolmesError) -> HolmesError:
-        """Returns what a process says of its start, as a fault that may pass if such starts worked.
+        """Returns a mistake at a start as a fault that may pass, if such starts have worked.
 
-        A node may have lost a device since, say, or not have mounted a file system yet.
+        A node may have lost a device since, say, or not have mounted a file system yet, or be
+        another one than before.
         """
-        is_mistake = error.exit_status == HolmesError.exit_status
-        is_new = self._has_worked and not self.has_trained
-        if not is_mistake or not is_new or isinstance(error, DamagedError):
-            return error
-        fix = f"if it is so again: {error.fix}"
-        return PeerError(error.where, error.problem, found=error.found, fix=fix)
+        return may_pass(error) if self._has_worked and not self.has_trained else error
 
     def _launchers_fault(self, cause: ProcessEvent) -> str:
         """Returns what the launcher itself has missed, in words; "" where a process is the cause.

@@ -73,7 +73,9 @@ class ProcessLogs:
             self._last.setdefault(number, deque(maxlen=LAST_LINES)).append(line)
         path = self.path(number)
         try:
-            with open(path, "a", opener=regular_files.opener) as file:
+            with open(
+                path, "a", encoding="utf-8", errors="backslashreplace", opener=regular_files.opener
+            ) as file:
                 if dropped := self._num_dropped.get(number, 0):
                     file.write(f"[{dropped} lines are missing: they could not be written]\n")
                 file.write(line + "\n")

@@ -1,9 +1,10 @@
 """Programs of the system that a verb asks: what they answer, or why they do not."""
 
+import errno
 import subprocess
 from collections.abc import Sequence
 
-from holmesjax.errors import HolmesError
+from holmesjax.errors import HolmesError, PeerError, raise_if_passing
 
 ANSWER_S = 60.0  # a scheduler that is loaded takes seconds; one that is away may never answer
 
@@ -11,7 +12,8 @@ ANSWER_S = 60.0  # a scheduler that is loaded takes seconds; one that is away ma
 def ask(argv: Sequence[str], *, fix: str) -> subprocess.CompletedProcess[str]:
     """Returns what a program answers, whatever its status; bytes that are no text are replaced.
 
-    Raises HolmesError where it is not installed, cannot be started or does not answer, with `fix`.
+    Raises HolmesError where it is not installed or cannot be started, with `fix`, and PeerError
+    where it does not answer, or as `not_started`.
     """
     try:
         return subprocess.run(
@@ -27,11 +29,17 @@ def ask(argv: Sequence[str], *, fix: str) -> subprocess.CompletedProcess[str]:
         raise not_started(argv[0], error, fix) from None
     except subprocess.TimeoutExpired:
         found = f"no answer in {ANSWER_S:g} s: {' '.join(argv)}"
-        raise HolmesError(argv[0], "does not answer", found=found, fix=fix) from None
+        fix = f"start it again; if it is so again: {fix}"
+        raise PeerError(argv[0], "does not answer", found=found, fix=fix) from None
 
 
 def not_started(name: str, error: OSError, fix: str) -> HolmesError:
-    """The refusal where a program is missing, or is none."""
+    """The refusal where a program is missing, or is none.
+
+    Raises PeerError where the machine lacks memory or processes, say.
+    """
+    if error.errno != errno.ENOEXEC:
+        raise_if_passing(error, name)
     found = "not installed, or not on PATH" if isinstance(error, FileNotFoundError) else error
     return HolmesError(name, "cannot be started", found=found, fix=fix)
 

@@ -17,6 +17,7 @@ import functools
 import importlib
 import itertools
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -48,6 +49,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     }
 }
 PASSING = ("ExpiredToken", "RequestTimeTooSkewed")  # refusals that a later start may not meet
+NOT_READ = "CredentialRetrievalError"  # botocore's: whoever gives the credentials is away
+# A machine that gives its processes credentials may be asked by all of them at once.
+METADATA = {"AWS_METADATA_SERVICE_NUM_ATTEMPTS": "5", "AWS_METADATA_SERVICE_TIMEOUT": "5"}
 THREADS = 4  # files that are written at once; each holds a block or two
 BLOCK_BYTES = 16 << 20
 MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
@@ -83,6 +87,8 @@ class Mirror:
         with optional_packages.package(CLIENTS[scheme], extra=scheme, where=self.url):
             importlib.import_module(CLIENTS[scheme])
             fsspec = importlib.import_module("fsspec")
+        for variable, value in METADATA.items():
+            os.environ.setdefault(variable, value)
         options = OPTIONS.get(scheme, {})
         store = fsspec.filesystem(scheme, use_listings_cache=False, **options)
         if scheme == "s3":
@@ -165,7 +171,9 @@ class Mirror:
             except FileNotFoundError:
                 return {}
         first = len(self._root) + 1
-        return {path[first:]: int(facts["size"]) for path, facts in found.items()}
+        sizes = {path[first:]: int(facts["size"]) for path, facts in found.items()}
+        # A client may list all objects that begin with a name that has none below it.
+        return {own: size for own, size in sizes.items() if f"{own}/".startswith(f"{name}/")}
 
     def remove(self, names: Collection[str]) -> None:
         """Removes objects, one by one: of those in a list s3fs does not say which are refused."""
@@ -471,7 +479,7 @@ def _text_in(content: bytes | None, field: str) -> str:
 def _number(error: Exception) -> int:
     """The number of an error whose client gives none."""
     answer = getattr(error.__cause__, "response", None) or {}
-    if answer.get("Error", {}).get("Code") in PASSING:
+    if answer.get("Error", {}).get("Code") in PASSING or type(error).__name__ == NOT_READ:
         return errno.EIO
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
@@ -521,6 +529,9 @@ def open_run(place: str | Path, lease: Lease, say: Callable[[str], object]) -> N
     try:
         mirror.join(folder)
         mirror.pull(folder, lease, say)
+    except FileNotFoundError as error:  # of something that is written there
+        fix = "correct the name in run.dir, or make the bucket"
+        raise ConfigError(url, "has no bucket", found=error.strerror, fix=fix) from None
     except OSError as error:
         raise of_system(error) from None
     finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from holmesjax.distributed.messages import Exit, Output, ProcessEvent
-from holmesjax.errors import REQUEUE, ConfigError
+from holmesjax.errors import REQUEUE, ConfigError, PeerError
 from holmesjax.plan.processes import Process
 from holmesjax.transport import addresses, connections, key_files
 from launch.programs import not_started
@@ -97,7 +97,7 @@ def own_address(hosts: Mapping[str, str]) -> str:
     """Finds the address of this machine on its routes to other hosts.
 
     `hosts` has the name or address of each node. Raises ConfigError if a host is not known, or if
-    the routes start at different addresses.
+    the routes start at different addresses, and PeerError where the DNS does not answer now.
     """
     sources: dict[str, str] = {}  # address of this machine -> a host that it leads to
     for node, host in hosts.items():
@@ -111,7 +111,9 @@ def own_address(hosts: Mapping[str, str]) -> str:
         except (OSError, UnicodeError, TypeError) as error:  # also of what is no name of a host
             fix = "correct its name, or the DNS; --listen HOST spares the question"
             problem = f"no way to the host {host} is known here"
-            raise ConfigError(f"node {node}", problem, found=error, fix=fix) from None
+            is_silent = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+            kind = PeerError if is_silent else ConfigError
+            raise kind(f"node {node}", problem, found=error, fix=fix) from None
     # Others do not reach this machine where it reaches itself.
     outside = [source for source in sources if not addresses.is_loopback(source)]
     if len(outside) > 1:
@@ -222,7 +224,7 @@ class Children:
                 raise not_started(argv[0], error, fix) from None
             failed.pop_all()
         with contextlib.suppress(OSError):  # its exit says more
-            here.sendall(stdin.encode())
+            here.sendall(os.fsencode(stdin))
         reader = threading.Thread(target=_read, args=(process, here, number, events), daemon=True)
         reader.start()
         self._children.append(_Child(process, here, reader))
@@ -299,13 +301,18 @@ def _read(
 ) -> None:
     with (
         sock,
-        io.TextIOWrapper(io.BufferedReader(_Output(sock, process)), errors="replace") as output,
+        _text(_Output(sock, process)) as output,
     ):
         for line in output:
             events.put(ProcessEvent(number, Output(line=line.rstrip("\n"))))
     status = process.wait()
     _kill_group(process)
     events.put(ProcessEvent(number, Exit(status=status)))
+
+
+def _text(output: io.RawIOBase) -> io.TextIOWrapper:
+    """The lines of a child, whatever the locale is: processes on other machines write UTF-8."""
+    return io.TextIOWrapper(io.BufferedReader(output), encoding="utf-8", errors="replace")
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:

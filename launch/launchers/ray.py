@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holmesjax.errors import ConfigError
+from holmesjax import job as jobs
+from holmesjax.errors import ConfigError, may_pass
 from holmesjax.job import Job
 from holmesjax.plan.device_pool import with_node_variables
 from holmesjax.plan.processes import make_processes
@@ -28,6 +29,8 @@ from launch.launchers.ray_options import RayOptions, options_of
 from launch.launchers.table import LauncherOptions
 
 ANSWER_S = 10.0  # for a call of Ray's head to be taken
+# A driver ends, from C++ and with 1, when its head is silent for longer: our own heartbeats decide.
+PATIENCE = ("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
 RESTORED = (signal.SIGINT, signal.SIGTERM)  # Ray sets handlers of its own
 
 
@@ -169,6 +172,7 @@ def _join(address: str) -> Any:
         raise ConfigError("--launcher", problem, found=error, fix=fix) from None
     _refuse_silent(address)
     ray.cloudpickle.register_pickle_by_value(ray_node)  # nodes import nothing of ours
+    os.environ.setdefault(*PATIENCE)
     handlers = {number: signal.getsignal(number) for number in RESTORED}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -202,13 +206,17 @@ def for_job(job: Job, options: LauncherOptions) -> RayLauncher:
 
     Raises:
       ConfigError, Mistakes: the options file is wrong, or Ray does not answer.
+      PeerError: Ray does not answer, or has too few nodes, for a run that has trained.
     """
     file = _read(job.topology, options)
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     nodes = [process.node for process in processes]
     needs = RayNeeds.of(job.topology, nodes, file, on_gpus=not job.config.run.rehearse)
     wait_s = job.config.distributed.start_timeout_s / 2  # the other half is the processes'
-    return RayLauncher(needs, file, options.listen, wait_s)
+    try:
+        return RayLauncher(needs, file, options.listen, wait_s)
+    except ConfigError as error:  # Ray may have lost a node or its head, with the run
+        raise may_pass(error) if jobs.has_trained(job.run_dir) else error from None
 
 
 def for_nodes(topology: Topology, options: LauncherOptions) -> RayLauncher:

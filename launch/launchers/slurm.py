@@ -356,7 +356,8 @@ class _Tasks:
             return
         assert isinstance(record, Output), f"what is {event}?"
         line = record.line
-        if found := LABELLED.fullmatch(line):
+        found = LABELLED.fullmatch(line)
+        if found and int(found[1]) < len(self._numbers):
             self._put(int(found[1]), Output(line=found[2]))
             return
         self._put(0, Output(line=line))

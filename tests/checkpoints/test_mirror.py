@@ -9,7 +9,9 @@ import io
 import os
 import re
 import shutil
+from unittest import mock
 
+import botocore.exceptions
 import botocore.parsers
 import pytest
 import s3fs
@@ -20,7 +22,14 @@ from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.data import object_stores
 from holmesjax.distributed import foreign_errors
-from holmesjax.errors import DamagedError, HolmesError, LostLeaseError, PeerError, of_system
+from holmesjax.errors import (
+    ConfigError,
+    DamagedError,
+    HolmesError,
+    LostLeaseError,
+    PeerError,
+    of_system,
+)
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from holmesjax.trainer import Trainer
@@ -280,6 +289,13 @@ def test_what_the_run_folder_has_not_kept_goes(machine):
     found._follow_now(here, [2, 3], 3)
 
 
+def test_objects_that_only_begin_with_the_name_of_a_folder_are_not_below_it():
+    """Some clients list them where the folder has no objects; part_10 is no file of part_1."""
+    found = mirror.Mirror("gs://runs/a")
+    found._store = mock.Mock(find=lambda path, detail: {f"{path}0/arrays": {"size": 1}})
+    assert found.listed("checkpoints/step_00000009/x-1-0/part_1") == {}
+
+
 def test_the_url_of_another_run_is_refused(machine):
     run_folder, url = machine
     found = start(run_folder("a"), url)
@@ -324,6 +340,20 @@ def test_what_a_client_raises_is_of_the_store(machine, monkeypatch, error):
         found.read("file")
     assert raised.value.filename == f"{url}/file"
     assert not foreign_errors.is_own(error)
+
+
+def test_a_bucket_that_is_not_there_is_a_mistake_and_credentials_that_fail_to_come_are_none(
+    machine, monkeypatch
+):
+    run_folder, url = machine
+    with Lease(run_folder("a")) as lease, pytest.raises(ConfigError, match="has no bucket"):
+        mirror.open_run("s3://no-such-bucket/run", lease, print)
+    found = start(run_folder("b"), url)
+    late = botocore.exceptions.CredentialRetrievalError(provider="iam-role", error_msg="timeout")
+    monkeypatch.setattr(found._store, "cat_file", mock.Mock(side_effect=late))
+    with pytest.raises(OSError, match="iam-role") as raised:
+        found.read("file")
+    assert of_system(raised.value).exit_status == 75
 
 
 def test_a_store_that_is_away_fails_the_save_and_says_where(machine, monkeypatch):

@@ -6,11 +6,12 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from holmesjax import config as configs
+from holmesjax import config as configs, job as jobs, job_files
 from holmesjax.config import ModelConfig, OptimizerConfig, ParallelConfig, unread_settings
 from holmesjax.errors import ConfigError, Mistakes
 from holmesjax.files import yaml_files
 from tests.config.settings_at_the_limit import AT_THE_LIMIT
+from tests.jobs import write_run
 from tests.run_files import RUN, refused
 
 
@@ -21,6 +22,13 @@ def test_load_reads_values_and_defaults(run_file):
     assert config.model == ModelConfig(num_layers=6, width=64, num_heads=4, context_length=128)
     assert config.parallel == ParallelConfig(microbatches=4)
     assert config.checkpoint.keep == 3
+
+
+def test_a_run_folder_may_have_a_name_that_yaml_takes_for_a_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = jobs.load(write_run(tmp_path, {"a": (1,)}), {"run.dir": "42"})
+    job_files.save(job, 0)
+    assert jobs.load("42").run_dir.samefile("42")
 
 
 def test_resolved_sizes():

@@ -61,7 +61,7 @@ def parts(folder, step):
 
 
 def slowly(step):
-    """Lets a store take its time to list a checkpoint, so that it is removed behind the last step."""
+    """Lets a store take its time to list a checkpoint, which then goes behind the last step."""
     late = f"step_{step:08}"
 
     def rule(method, path, env):

@@ -1,10 +1,14 @@
 """Programs of the system that are missing, fail, hang or answer nonsense: a message is shown."""
 
+import errno
 import re
+import socket
+import subprocess
+from unittest import mock
 
 import pytest
 
-from holmesjax.errors import HolmesError
+from holmesjax.errors import HolmesError, PeerError
 from launch import programs
 from launch.__main__ import main
 from launch.launchers import launcher, ssh
@@ -36,7 +40,7 @@ def test_an_allocation_without_working_programs(
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}.items():
         monkeypatch.setenv(name, value)
     run_file = write_run(tmp_path, {"a": (1, 1)})
-    assert main(["train", str(run_file), "--launcher", "slurm"]) == 2
+    assert main(["train", str(run_file), "--launcher", "slurm"]) == (75 if scontrol == HANG else 2)
     said = capfd.readouterr()
     assert "Traceback" not in said.out + said.err
 
@@ -92,10 +96,21 @@ def test_an_ssh_that_does_not_work(tmp_path, monkeypatch, script, message):
 def test_an_sbatch_that_does_not_work(tmp_path, monkeypatch, capfd, script, message):
     write_program(tmp_path, monkeypatch, sbatch=script)
     run_file = write_run(tmp_path, {"a": (1, 1)})
-    assert main(["train", str(run_file), "--launcher", "slurm", "--submit"]) == 2
+    status = main(["train", str(run_file), "--launcher", "slurm", "--submit"])
+    assert status == (75 if script == HANG else 2)
     assert message in capfd.readouterr().err
 
 
 def test_a_host_whose_name_cannot_be_one_is_refused():
-    with pytest.raises(HolmesError, match="no way to the host"):
+    with pytest.raises(HolmesError, match="no way to the host") as refused:
         launcher.own_address({"n": "a" * 70 + ".é"})
+    assert refused.value.exit_status == 2
+
+
+def test_what_a_machine_lacks_for_a_moment_is_no_mistake(monkeypatch):
+    silent = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=silent))
+    monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=OSError(errno.EAGAIN, "busy")))
+    for ask in (lambda: launcher.own_address({"n": "host"}), lambda: programs.ask(["x"], fix="")):
+        with pytest.raises(PeerError):
+            ask()

@@ -19,7 +19,7 @@ import pytest
 
 from holmesjax import job as jobs
 from holmesjax.distributed.messages import Exit, Output
-from holmesjax.errors import REQUEUE, HolmesError
+from holmesjax.errors import REQUEUE, HolmesError, PeerError
 from holmesjax.plan.processes import make_processes
 from holmesjax.report import metrics
 from launch.launchers import ray, ray_group, ray_node
@@ -98,6 +98,11 @@ def test_an_address_where_no_ray_is_is_told_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", free_listen())
     with pytest.raises(HolmesError, match="no Ray answers at 127"):
         ray.for_job(job, LauncherOptions())
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "metrics.jsonl").write_text("a step")
+    with pytest.raises(PeerError, match="no Ray answers at 127"):  # its head is being replaced
+        ray.for_job(job, LauncherOptions(options=str(options)))
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")  # Ray itself says what is wrong with it
     ray._refuse_silent("auto")
 

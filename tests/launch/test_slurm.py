@@ -554,6 +554,7 @@ def test_lines_and_ends_belong_to_the_task_that_srun_names():
         (4, 0),
         (5, 0),
     ]
+    assert told(["2048: of 4096"], 0)[:1] == [(4, "2048: of 4096")]  # behind a carriage return
     ended = "srun: error: n[1-2]: tasks 0,2: Exited with exit code 75"
     assert told([ended], 75)[1:] == [(4, 75), (5, 75), (6, 0)]
     dumped = "srun: error: n1: task 0: Segmentation fault (core dumped)"

@@ -657,6 +657,21 @@ def test_a_mistake_at_a_start_behind_steps_may_go_away(tmp_path, no_pause, fails
     assert (found["node"], "fix: if it is so again: " in found["cause"]) == ("a-1", starts == 3)
 
 
+def test_what_the_launcher_meets_at_a_start_behind_steps_may_go_away_too(tmp_path, no_pause):
+    supervisor, launcher = supervise(tmp_path, {0: [TRAINED, *LOST]}, max_restarts=2)
+    start = launcher.start
+
+    def start_once(process, events):
+        start(process, events)
+        if launcher.starts == 2:
+            raise HolmesError("node a-0", "has no such program", found="nothing", fix="install it")
+        assert launcher.starts == 1
+
+    launcher.start = start_once
+    with pytest.raises(AssertionError):  # it has started a third time
+        supervisor.run()
+
+
 @pytest.mark.parametrize(
     ("settings", "status"),
     [([], 75), (["train.log_every_s=0"], 75), (["optimizer.learning_rate=0.01"], 2)],
