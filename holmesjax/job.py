@@ -148,7 +148,11 @@ class Job:
             )
             raise ConfigError("XLA_FLAGS", problem, found=of_user, fix=fix)
         flags, pool = xla_flags.joined(ours, of_user), self.pool(user_env)
-        return {**({"XLA_FLAGS": flags} if flags else {}), **(pool.variables if pool else {})}
+        found = {**({"XLA_FLAGS": flags} if flags else {}), **(pool.variables if pool else {})}
+        if self._has_gpus and self.config.parallel.outer_memory == "host":
+            own = user_env.get(xla_flags.HOST_MEMORY, xla_flags.ALL_HOST_MEMORY)
+            found[xla_flags.HOST_MEMORY] = own
+        return found
 
     def process_environment(
         self, user_env: Mapping[str, str], pool: DevicePool | None = None

@@ -341,7 +341,7 @@ class Trainer:
             self._print(line)
         self._loop = None  # the arrays of an attempt before this
         chunks = self._make_chunks()
-        progress = Progress(config.distributed, config.train)
+        progress = Progress(config.distributed, config.train, self.job.plan.batch_shares)
         cluster = self.job.topology.clusters[0].name  # of all stages: they are in this process
         has_trained = jobs.has_trained(self.run_dir)
         setup = TrainingSetup(self.job, chunks, cluster, has_trained=has_trained)
@@ -504,10 +504,12 @@ class Trainer:
         Raises ConfigError where they have started without the one that equal bits need.
         """
         of_user = os.environ.get("XLA_FLAGS", "")
-        flags = self.job.environment(os.environ).get("XLA_FLAGS", "")
+        variables = self.job.environment(os.environ)
+        flags = variables.get("XLA_FLAGS", "")
         is_needed = self.job.config.train.deterministic and xla_flags.DETERMINISTIC in flags
         if not platforms.has_devices():
-            os.environ.update({"XLA_FLAGS": flags} if flags else {})
+            read = ("XLA_FLAGS", xla_flags.HOST_MEMORY)
+            os.environ.update({name: variables[name] for name in read if name in variables})
         elif is_needed and xla_flags.DETERMINISTIC not in of_user:
             raise ConfigError(
                 "XLA_FLAGS",

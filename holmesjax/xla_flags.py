@@ -50,6 +50,11 @@ NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 # The same bits each time: no sum has an order of its own, and nothing is chosen by its time.
 DETERMINISTIC = "xla_gpu_deterministic_ops"
 
+# A variable of XLA: the GB of pinned memory that a process may take, as it needs them. They are 64
+# where nobody sets it, whatever the host has; here the host's own memory is the limit.
+HOST_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+ALL_HOST_MEMORY = "65536"
+
 
 def for_devices(
     kinds: Collection[str], *, deterministic: bool = False, hang_s: float | None = None

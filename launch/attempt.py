@@ -157,7 +157,8 @@ class Attempt:
         self._mirror = mirror.of(self._job.run_dir, say)
         self._retention(say).after_start()
         self._logs = ProcessLogs(self._job.run_dir, processes, lease.move)
-        self._progress = Progress(self._config, self._job.config.train)
+        shares = self._job.plan.batch_shares
+        self._progress = Progress(self._config, self._job.config.train, shares)
         self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
         with ExitStack() as stack:
             self._hub = self._open_hub()

@@ -107,6 +107,11 @@ def test_only_processes_with_gpus_get_flags(job):
     waits = dataclasses.replace(job.config.distributed, step_timeout_s=100.0)
     short = dataclasses.replace(job, config=dataclasses.replace(job.config, distributed=waits))
     assert "_execution_terminate_timeout=65s" in short.environment({})["XLA_FLAGS"]
+    islands = {"across": "local_updates", "outer_memory": "host"}
+    away = dataclasses.replace(job.config.parallel, **islands)
+    away = dataclasses.replace(job, config=dataclasses.replace(job.config, parallel=away))
+    assert int(away.environment({})[xla_flags.HOST_MEMORY]) > 1024  # XLA itself stops at 64
+    assert away.environment({xla_flags.HOST_MEMORY: "9"})[xla_flags.HOST_MEMORY] == "9"
     assert job.process_environment(own) == job.environment(own)
     assert rehearsal.process_environment(own) == {"XLA_FLAGS": "--xla_a=1", **ALLOCATOR}
     assert rehearsal.process_environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=1"}) == {}

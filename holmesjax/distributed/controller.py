@@ -20,6 +20,7 @@ from holmesjax.distributed.member_records import Seat
 from holmesjax.distributed.messages import (
     BEATS,
     PROTOCOL,
+    TAKEN,
     Addresses,
     AskAddresses,
     AskBeat,
@@ -247,7 +248,7 @@ class Controller:
         if reason is None and not is_new:
             reason = seat.refuses(hello, self._session)
         elif reason is None and seat.connection is not None:
-            reason = f"number {number}, {seat.process.name}, is here already"
+            reason = f"number {number}, {seat.process.name}, {TAKEN}"
         unlike: list[str] = []
         if reason is None and is_new:
             reason, unlike = self._unlike(hello)

@@ -13,12 +13,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from holmesjax.distributed.messages import ControllerHello, MemberHello
-from holmesjax.errors import RefusedError
+from holmesjax.distributed.messages import TAKEN, ControllerHello, MemberHello
+from holmesjax.errors import PeerError, RefusedError
 from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import Again, Outbox, Position, call_s
 from holmesjax.transport.records import Message
+
+TAKEN_S = 5.0  # until the controller is asked again for the place of a process
 
 
 class MemberLink:
@@ -52,19 +54,36 @@ class MemberLink:
         self._received = self._attempts = 0
         self._lock = threading.Lock()
         self._is_up, self._is_closed = True, False
-        self._connection: Connection[ControllerHello] = connections.connect(
-            address,
-            port,
-            key=key,
-            hello=hello,
-            expected=ControllerHello,
-            check=lambda hello: None,
-            where=where,
-            timeout_s=start_timeout_s,
-        )
+        self._connection = self._joined(time.monotonic() + start_timeout_s)
         self.session = self._connection.hello.session  # of the controller: a start of the job
         self._use(self._connection)
         self._heard_s = time.monotonic()
+
+    def _joined(self, deadline_s: float) -> Connection[ControllerHello]:
+        """The first connection. It waits where the controller has not missed its predecessor yet.
+
+        Whoever starts processes may replace one that has ended before the controller knows why.
+        """
+        while True:
+            try:
+                return connections.connect(
+                    self._address,
+                    self._port,
+                    key=self._key,
+                    hello=self._hello,
+                    expected=ControllerHello,
+                    check=lambda hello: None,
+                    where=self._where,
+                    timeout_s=max(deadline_s - time.monotonic(), 0.0),
+                )
+            except RefusedError as error:
+                if not str(error.found).endswith(TAKEN):
+                    raise
+                if time.monotonic() + TAKEN_S > deadline_s:
+                    raise PeerError(
+                        error.where, error.problem, found=error.found, fix=error.fix
+                    ) from None
+            time.sleep(TAKEN_S)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message, once there is a connection. Raises OSError if there will be none."""

@@ -15,6 +15,7 @@ from holmesjax.transport.records import Message, Record, by_kind, decode, encode
 
 BEATS = 4  # heartbeats in the time that an end may be silent
 PROTOCOL = 17
+TAKEN = "is here already"  # the end of the reason why another process of a number is refused
 
 
 # ---- hellos --------------------------------------------------------------------------------------

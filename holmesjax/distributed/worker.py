@@ -50,6 +50,7 @@ from holmesjax.errors import (
     HolmesError,
     PeerError,
     SpikeError,
+    may_pass,
 )
 from holmesjax.files import places
 from holmesjax.hosts import computing, nics
@@ -93,15 +94,33 @@ def work(
       kind: what the process does; None: it trains.
 
     Raises:
-      HolmesError: for mistakes that are found before the controller is reached.
+      HolmesError: for mistakes that are found before the controller is reached. In a run that has
+        trained it is a PeerError: the next start may not meet them.
     """
     find_host = functools.cache(nics.discover)
     environment = ProcessEnvironment.read(env, find_host)
     die_with(env.get("HOLMES_PARENT"))
     connections.raise_open_files()
+    kind = kind or Worker
+    try:
+        worker = _made(kind, run_dir, env, environment, find_host)
+    except HolmesError as error:
+        has_trained = environment.restart > 0 or jobs.has_trained(places.folder_of(run_dir))
+        raise may_pass(error) if kind.trains and has_trained else error from None
+    return worker.run()
+
+
+def _made(
+    kind: "type[Worker]",
+    run_dir: str | Path,
+    env: MutableMapping[str, str],
+    environment: ProcessEnvironment,
+    find_host: Callable[[], Host],
+) -> "Worker":
+    """The process, which has met the controller."""
     folder = places.folder_of(run_dir)
     store = join_store(folder, env, environment, places.whole_url(run_dir))
-    saved, kind = jobs.load_saved(folder), kind or Worker
+    saved = jobs.load_saved(folder)
     job = saved if kind.trains else saved.generating
     processes = make_processes(job.plan, job.topology, job.config.distributed.processes)
     if not 0 <= environment.number < len(processes):
@@ -109,7 +128,7 @@ def work(
         fix = "start as many processes as the plan needs, numbered from 0"
         raise HolmesError(where, problem, found=f"number {environment.number}", fix=fix)
     env.update(own_devices(processes[environment.number], env))
-    return kind(job, environment, processes, env, find_host, store).run()
+    return kind(job, environment, processes, env, find_host, store)
 
 
 class Worker:
@@ -147,7 +166,12 @@ class Worker:
         self._has_trained = environment.restart > 0 or jobs.has_trained(job.run_dir)
         self._tcp: TcpTransport | None = None  # where there are several stages
         self._held_port: socket.socket | None = None  # of the coordinator, until it listens
-        # Last of all: its thread may call `_give_up` at once.
+        is_made = threading.Event()  # what may be told at once needs the member
+
+        def give_up(error: HolmesError) -> None:
+            is_made.wait()
+            self._give_up(error)
+
         self._member = Member(
             process=self._me,
             address=environment.controller[0],
@@ -157,8 +181,9 @@ class Worker:
             computing=computing.facts(env, find_host().gpus, job.own_sources),
             timeout_s=self._config.silence_s,
             start_timeout_s=self._config.start_timeout_s,
-            on_loss=self._give_up,
+            on_loss=give_up,
         )
+        is_made.set()
         self._files = ProcessStore(job, environment, processes, self._member, store)
 
     def run(self) -> int:

@@ -8,10 +8,11 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from holmesjax.config import DistributedConfig, TrainConfig
+from holmesjax.plan.island_shares import EVALUATES
 
 # The phase of a process. Steps have a pace, validation reports each batch, and a checkpoint takes
 # as long as the disks take.
@@ -30,6 +31,7 @@ class Progress:
       config: `step_timeout_s`, and `start_timeout_s` for the first steps and for checkpoints.
       train: says how many sequences a step has, where they may be more than before. None: all that
         begins takes as long.
+      shares: of the batch, of islands that train together: the first one validates for all.
       clock: seconds that only grow.
     """
 
@@ -37,9 +39,12 @@ class Progress:
         self,
         config: DistributedConfig,
         train: TrainConfig | None = None,
+        shares: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._train, self._clock = config, train, clock
+        # The steps of that island that a batch of validation may take as long as.
+        self._validation_steps = sum(shares) / shares[EVALUATES] if shares else 1.0
         self._lock = threading.Lock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)  # for each sequence
         self._median_s = 0.0  # of them; a job asks for its limit at every message of a process
@@ -101,10 +106,11 @@ class Progress:
         if set_s is not None and num_recent:
             limit_s, name = set_s, "distributed.step_timeout_s"
         elif num_recent >= NUM_KNOWN:
-            limit_s = max(FACTOR * median_s, LEAST_S)
+            factor = FACTOR * (self._validation_steps if is_validating else 1.0)
+            limit_s = max(factor * median_s, LEAST_S)
             ramps = self._train is not None and self._train.rampup
             of_batch = f", for {batch} sequences," if ramps else ""
-            name = f"{FACTOR:g} times the median step of {median_s:.3g} s{of_batch}"
+            name = f"{factor:g} times the median step of {median_s:.3g} s{of_batch}"
             name += f" and at least {LEAST_S:g}"
         if is_saving and limit_s < self._config.start_timeout_s:
             limit_s = self._config.start_timeout_s

@@ -8,6 +8,7 @@ A run and the planner, which prices what a run will take, ask the same function.
 here needs JAX, and `missing` and `unproven` say what only a run can know.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -137,7 +138,8 @@ def is_hopper(device: Any) -> bool:
 
 def capability(device: Any) -> tuple[int, ...]:
     """The compute capability: (9, 0) of a Hopper GPU, (0,) where JAX does not say."""
-    return tuple(map(int, str(getattr(device, "compute_capability", None) or 0).split(".")))
+    said = str(getattr(device, "compute_capability", None))  # "gfx942" of an AMD GPU
+    return tuple(map(int, said.split("."))) if re.fullmatch(r"\d+(\.\d+)*", said) else (0,)
 
 
 def _is_too_old(device: Any) -> str | None:

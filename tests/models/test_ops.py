@@ -152,6 +152,7 @@ def test_the_oldest_device_of_a_stage_chooses_its_kernels():
         mesh = SimpleNamespace(devices=np.array([devices], object))
         return ops.Kernels(mesh=mesh).device.compute_capability
 
+    assert of("gfx942", "gfx942") == "gfx942"  # an AMD GPU
     assert of("9.0", "9.0") == "9.0"
     assert of("9.0", "8.0", "10.0") == "8.0"
     assert of("10.0", "9.0") == "8.9"

@@ -31,10 +31,10 @@ class Clock:
         return self.now_s
 
 
-def after_steps(durations_s, train=None, **settings):
+def after_steps(durations_s, train=None, shares=(), **settings):
     """A progress after steps of these durations, with its clock; the last step has just begun."""
     clock = Clock()
-    progress = Progress(DistributedConfig(start_timeout_s=600.0, **settings), train, clock)
+    progress = Progress(DistributedConfig(start_timeout_s=600.0, **settings), train, shares, clock)
     for step, duration_s in enumerate([0.0, *durations_s], start=1):
         clock.now_s += duration_s
         progress.begin("step", step)
@@ -81,6 +81,15 @@ def test_validation_and_checkpoints_are_no_hang():
     assert is_late_after(progress, clock, 601.0)
     progress.begin("step", 7, process=1)
     assert is_late_after(progress, clock, 61.0)
+
+
+def test_a_validation_of_many_islands_takes_its_island_many_steps():
+    progress, clock = after_steps([10.0] * 5, shares=[1, 31])
+    progress.begin("validation", 6)
+    assert not is_late_after(progress, clock, 32 * 10 * 10.0)
+    assert is_late_after(progress, clock, 32 * 10 * 10.0 + 1.0)
+    progress.begin("step", 7)
+    assert progress.limit_s == 10 * 10.0
 
 
 def test_a_larger_batch_may_take_longer():
