@@ -186,7 +186,7 @@ JOBS = (
         new="position = Position(messages=self.received - 1)",
         wrong="a member that comes back says its last message again",
         tests=(
-            "tests/distributed/test_controller.py::test_what_is_said_while_a_connection_is_lost_comes_once_and_in_order",
+            "tests/distributed/test_lost_members.py::test_what_is_said_while_a_connection_is_lost_comes_once_and_in_order",
         ),
     ),
     Bug(
@@ -196,7 +196,7 @@ JOBS = (
         new="if False:",
         wrong="a process that has started again takes the place of the lost one",
         tests=(
-            "tests/distributed/test_controller.py::test_another_process_does_not_take_the_place_of_one_that_was_lost",
+            "tests/distributed/test_lost_members.py::test_another_process_does_not_take_the_place_of_one_that_was_lost",
         ),
     ),
     Bug(
@@ -536,7 +536,7 @@ JOBS = (
         new="port = config.port if config.port else 0",
         wrong="the coordinators of two stages on one host want the same port",
         tests=(
-            "tests/distributed/test_controller.py::test_the_coordinators_of_a_node_do_not_share_a_port",
+            "tests/runtime/test_coordinator_ports.py::test_the_coordinators_of_a_node_do_not_share_a_port",
         ),
     ),
     Bug(
@@ -636,7 +636,7 @@ JOBS = (
         new="        if True:  # as the coordinator does",
         wrong="another program may listen at the port that is held for a coordinator",
         tests=(
-            "tests/distributed/test_controller.py::test_a_port_that_is_held_is_for_the_coordinator_alone",
+            "tests/runtime/test_coordinator_ports.py::test_a_port_that_is_held_is_for_the_coordinator_alone",
         ),
     ),
     Bug(
