@@ -20,14 +20,13 @@ from typing import Any, Protocol
 from holmesjax.checkpoints import mirror, resume, retention, stores
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.checkpoints.scrub import Scrub
-from holmesjax.distributed.controller import NAME_AT_RELAY, NOBODY, Controller
+from holmesjax.distributed.controller import NAME_AT_RELAY, Controller
 from holmesjax.distributed.data_agreement import DataAgreement
 from holmesjax.distributed.messages import (
     AllDone,
     Compiled,
     Done,
     Exit,
-    Failed,
     Files,
     Go,
     Lost,
@@ -44,13 +43,11 @@ from holmesjax.distributed.messages import (
 )
 from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.errors import (
-    REQUEUE,
     DamagedError,
     DataError,
     HolmesError,
     LostDataError,
     LostLeaseError,
-    PeerError,
     may_pass,
 )
 from holmesjax.files import places
@@ -63,15 +60,8 @@ from holmesjax.report.recorder import Recorder
 from holmesjax.runtime.step_timeout import Progress
 from holmesjax.transport import addresses, key_files
 from holmesjax.transport.relayed import RelayPlace
-from launch.failure_causes import LOOK_S, NEWS_S, events_of, find_cause, is_failure
-from launch.failure_messages import (
-    NAMES,
-    error_of,
-    list_names,
-    mistake_in_flags,
-    statuses_of,
-)
-from launch.holdups import hold_up, missed_by
+from launch.failure_causes import LOOK_S, events_of, is_failure
+from launch.failure_diagnosis import FailureDiagnosis
 from launch.job_saves import JobSaves
 from launch.launchers.launcher import Launcher, leaving
 from launch.loop_watch import LoopWatch
@@ -141,11 +131,10 @@ class Attempt:
         self._config = self._job.config.distributed
         self._lease, self._stops, self._unsave = lease, stops, unsave
         self._variables, self._given_key_file, self._watch = variables, key_file, watch
-        self._unlike, self._advice = unlike, advice
+        self._unlike = unlike
         self._key_file = Path(key_file or self._job.run_dir / KEY)
         limit_s, setting = self._config.start_timeout_s, "distributed.start_timeout_s"
         self._loop_watch = LoopWatch(limit_s, setting, lease.release)
-        self.blamed: str | None = None  # the node of a failure that came before any signal
         self.has_trained = False  # a step
         self.up: set[int] = set()  # processes
         self.done: dict[int, int] = {}  # process -> steps
@@ -191,6 +180,17 @@ class Attempt:
             self._opened = stack.pop_all()
         self._agreement = DataAgreement(processes, self._controller.send)
         self._meetings = Agreement(self._job.plan.island_of)
+        self.diagnosis = FailureDiagnosis(
+            processes,
+            self._controller,
+            self._logs,
+            stops=stops,
+            loop_watch=self._loop_watch,
+            sees_exits=launcher.sees_exits,
+            silence_s=self._config.silence_s,
+            advice=advice,
+            say=print_line,
+        )
 
     def _open_hub(self) -> StoreHub:
         """Knows the run folders that are not the launcher's."""
@@ -361,7 +361,7 @@ class Attempt:
             elif not is_done and end_s is None and (problem := self._overdue()):
                 question = self._ask_for_stacks()
                 if self._overdue():
-                    raise self._hang(problem, question)
+                    raise self.diagnosis.of_hang(problem, question)
                 print_line("warning: a step was late, and is done now")
             self._agreement.check()
             while self.output and time.monotonic() > self.output[0][0] + DELAY_S:
@@ -382,7 +382,7 @@ class Attempt:
     def _hear(self, event: ProcessEvent) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""
         if is_failure(event, self.done):
-            raise self._diagnose(event)
+            raise self.diagnosis.of_failure(event, self.done, self._note)
         if isinstance(event.record, Compiled | Files):
             self._agree(event.process, event.record)
         else:
@@ -431,6 +431,14 @@ class Attempt:
             case _:
                 raise AssertionError(f"what is {event}?")
 
+    def _note(self, event: ProcessEvent) -> None:
+        """Takes what is still told while the cause of a failure is looked for."""
+        match event.record:
+            case Output(line=line):
+                self._logs.write(event.process, line)
+            case Measurements(measured=report):
+                self._record(report)
+
     def _record(self, report: ProcessStep) -> None:
         self._recorder.take(report)
         self.has_trained = True
@@ -467,67 +475,6 @@ class Attempt:
                 else:
                     yield event
 
-    # ---- failures ------------------------------------------------------------------------------
-
-    def _diagnose(self, first: ProcessEvent) -> HolmesError:
-        """Returns the cause of a failure, from all reports within a moment of its first sign."""
-        is_asked, controller = bool(self._stops), self._controller
-
-        def is_hurried() -> bool:
-            self._loop_watch.turn()  # to look for the cause may take longer than a turn may
-            return self._stops.is_impatient
-
-        def note(event: ProcessEvent) -> None:
-            match event.record:
-                case Output(line=line):
-                    self._logs.write(event.process, line)
-                case Measurements(measured=report):
-                    self._record(report)
-
-        cause = find_cause(
-            first,
-            controller,
-            self._processes,
-            note,
-            sees_exits=self._launcher.sees_exits,
-            done=self.done,
-            is_hurried=is_hurried,
-        )
-        if paused := self._launchers_fault(cause):
-            return PeerError(
-                "the launcher",
-                paused,
-                found=statuses_of(self._processes, controller),
-                fix=f"resume from the last checkpoint with the same command, {self._advice}",
-            )
-        process = self._processes[cause.process]
-        if late := missed_by(cause.record, process, self._processes, controller):
-            problem = f"was waited for in vain by {process.name}"
-            return self._held_up(late, f"{problem}: {getattr(cause.record, 'problem', '')}")
-        self.blamed = None if is_asked else process.node
-        found = statuses_of(self._processes, controller, but=process)
-        output = self._logs.told(process.number)
-        fix = f"resume from the last checkpoint with the same command, {self._advice}{output}"
-        lines = self._logs.last_lines(process.number)
-        if lines and not isinstance(cause.record, Failed):
-            self._recorder.console.print(f"the last lines of {process.name}:")
-            for line in lines:
-                self._recorder.console.print(f"  {line}")
-            if mistake := mistake_in_flags(process.full_name, lines):
-                return mistake
-        hangs = self._logs.hangs()
-        own = hangs.pop(process.number, "")
-        others = [f"{self._processes[number].name} {hang}" for number, hang in hangs.items()]
-        error = error_of(
-            cause.record,
-            process.full_name,
-            last=" and ".join(filter(None, (controller.status(process.number), own))),
-            others="; ".join((found, *others)),
-            fix=fix,
-            fix_alone=f"correct what it says{output}",
-        )
-        return error
-
     def _passing(self, error: HolmesError) -> HolmesError:
         """Returns a mistake at a start as a fault that may pass, if such starts have worked.
 
@@ -535,25 +482,6 @@ class Attempt:
         another one than before.
         """
         return may_pass(error) if self._has_worked and not self.has_trained else error
-
-    def _launchers_fault(self, cause: ProcessEvent) -> str:
-        """Returns what the launcher itself has missed, in words; "" where a process is the cause.
-
-        Whoever is silent for `silence_s` is given up, and it is the launcher that was.
-        """
-        status = getattr(cause.record, "exit_status", getattr(cause.record, "status", REQUEUE))
-        paused_s = self._loop_watch.pause_s(within_s=self._config.silence_s + NEWS_S)
-        if status == REQUEUE and paused_s > self._config.silence_s / 2:
-            return (
-                f"stood still for {paused_s:.0f} s (it was stopped, or its machine slept or was "
-                "overloaded), so no process is to blame"
-            )
-        if cause.process == NOBODY:
-            return (
-                "has lost its connections to all processes at once: its network was cut, or all "
-                "were ended together"
-            )
-        return ""
 
     @property
     def _stop_limit(self) -> str:
@@ -582,20 +510,3 @@ class Attempt:
         for event in self._events(STACKS_S):
             self._hear(event)
         return question
-
-    def _hang(self, problem: str, question: int) -> HolmesError:
-        """Returns the error of a job without progress: who holds it up, and the status of all."""
-        late = hold_up(self._processes, self._controller, question)
-        stacks = self._logs.told(late[0].number, "the stacks of all processes are in their logs,")
-        return self._held_up(late, problem, stacks)
-
-    def _held_up(self, late: Sequence[Process], problem: str, told: str = "") -> HolmesError:
-        """Returns the error of a job that some processes hold up, with the status of all."""
-        nodes = list(dict.fromkeys(process.node for process in late))
-        self.blamed = None if self._stops else ", ".join(nodes[:NAMES])
-        return PeerError(
-            list_names([process.full_name for process in late]),
-            problem,
-            found=statuses_of(self._processes, self._controller),
-            fix=f"start it again from the last checkpoint with the same command{told}",
-        )

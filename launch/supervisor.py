@@ -196,7 +196,7 @@ class Supervisor:
             raise
         finally:
             owner.check(at_once=True)  # a process of the job may have seen a loss first
-            blamed = self._attempt.blamed if self._attempt else None
+            blamed = self._attempt.diagnosis.blamed if self._attempt else None
             stopped = is_meant or (bool(self._stops) and blamed is None)
             restarts.end(
                 status,

@@ -66,6 +66,7 @@ PLACES = [
     "launch.loop_watch",
     "launch.watchdog",
     "launch.stop_requests",
+    "launch.failure_diagnosis",
     "launch.job_saves",
     "launch.attempt",
     "launch.supervisor",

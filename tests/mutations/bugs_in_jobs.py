@@ -77,7 +77,7 @@ JOBS = (
         old="lambda: self._stops.count > before",
         new="lambda: self._stops.count > 9",
         wrong="a signal does not end the writing of a report",
-        tests=("tests/launch/test_supervisor.py::test_a_report_that_takes_long_holds_no_end_up",),
+        tests=("tests/launch/test_job_end.py::test_a_report_that_takes_long_holds_no_end_up",),
     ),
     Bug(
         name="deaf-in-the-second-reading",
@@ -94,7 +94,7 @@ JOBS = (
         new="        except ZeroDivisionError as error:\n",
         wrong="restarts that cannot be written down end the job",
         tests=(
-            "tests/launch/test_supervisor.py::"
+            "tests/launch/test_restarts.py::"
             "test_a_record_that_cannot_be_written_is_counted_in_memory_and_written_later",
         ),
     ),
@@ -616,7 +616,7 @@ JOBS = (
         new="",
         wrong="a job whose code is wrong starts again as often as one whose network is",
         tests=(
-            "tests/launch/test_supervisor.py::test_an_exception_that_nothing_outside_can_cause_ends_the_job_at_its_second_start",
+            "tests/launch/test_restarts.py::test_an_exception_that_nothing_outside_can_cause_ends_the_job_at_its_second_start",
         ),
     ),
     Bug(
