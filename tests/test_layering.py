@@ -134,6 +134,8 @@ WITHOUT_JAX = [
     "holmesjax.islands.mailbox_seat",
     "holmesjax.islands.rejoining",
     "holmesjax.islands.round_merging",
+    "holmesjax.islands.merge_duty",
+    "holmesjax.islands.sending",
     "holmesjax.islands.sent_parts",
     "holmesjax.islands.merge",
     "holmesjax.runtime.step_timeout",

@@ -9,43 +9,27 @@ A place that cannot be reached, or an object that is damaged, is said, and tried
 """
 
 import contextlib
-import errno
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from holmesjax.errors import PeerError, of_system
 from holmesjax.files.whole_files import TEMPORARY
 from holmesjax.islands import mailbox_records as records
-from holmesjax.islands.election import RoundWatch
 from holmesjax.islands.global_weights import BACK_OFF_S, MOST_LOST, Arrays, GlobalWeights
 from holmesjax.islands.island_lease import IslandLease
 from holmesjax.islands.mailbox_claim import claim_data
-from holmesjax.islands.mailbox_places import Counted
-from holmesjax.islands.mailbox_records import (
-    ROUNDS,
-    DamagedObjectError,
-    IslandProgress,
-    Merged,
-    Sent,
-)
+from holmesjax.islands.mailbox_places import Counted, other_place
+from holmesjax.islands.mailbox_records import ROUNDS, DamagedObjectError, IslandProgress, Merged
 from holmesjax.islands.mailbox_seat import ALONE, JobProgress, MailboxSeat, Rules
-from holmesjax.islands.round_merging import (
-    DamagedSentError,
-    ScratchError,
-    temporary,
-    weights_of,
-    write_round,
-    writing_here,
-)
+from holmesjax.islands.merge_duty import KEPT_ROUNDS, MergeDuty
+from holmesjax.islands.round_merging import DamagedSentError, ScratchError, weights_of
+from holmesjax.islands.sending import MakeArrays, Sending
 from holmesjax.islands.sent_parts import SentParts
 
-KEPT_ROUNDS = 4  # the newest, so that whoever reads one has the time to
 CLOSE_S = 10.0  # for what is under way, at the end
 FOLDER_POLL_S, STORE_POLL_S = 0.1, 1.0  # a look at a store is a request that is paid for
 
@@ -62,13 +46,6 @@ class Arrived(NamedTuple):
 
     record: Merged
     weights: Arrays
-
-
-class _Letter(NamedTuple):
-    round: int
-    progress: IslandProgress
-    arrays: Callable[[], Iterable[tuple[str, np.ndarray]]]
-    session: str
 
 
 class Mailbox:
@@ -104,9 +81,6 @@ class Mailbox:
         self._poll_s, self._wake = poll_s, threading.Event()
         self.session = seat.session
         self._changed = threading.Condition()
-        self._letters: list[_Letter] = []
-        self._posted: _Letter | None = None  # the newest that was sent
-        self._first: _Letter | None = None  # to round 0, until it is known whether there is a round
         self._arrived: dict[int, Arrived] = {}
         self._taken = -1  # the newest round that steps have
         self._wanted: int | None = None  # a round that steps wait for
@@ -120,11 +94,21 @@ class Mailbox:
         place.advance = self._moved
         self.lease = IslandLease(place, seat.order, seat.name, seat.session, rules.lease_s, clock)
         self.sent = SentParts(place, seat.order, self.lease, self._say_damaged)
+        self.sending = Sending(place, seat, self.lease, scratch)
         self._weights = GlobalWeights(place, seat, rules.outer, scratch, say, clock)
+        self._merging = MergeDuty(
+            place,
+            seat,
+            rules,
+            scratch,
+            lease=self.lease,
+            sent=self.sent,
+            weights=self._weights,
+            say=say,
+            say_damaged=self._say_damaged,
+            clock=clock,
+        )
         self._held_s: float | None = clock()  # when the lease was held; None: it was said
-        self._watch: RoundWatch | None = None
-        self._tried = -1  # the round that this process has begun to merge
-        self._merge_after_s = -1e9  # behind a failure
         self._away_s: float | None = None  # since when the place, or the disk here, fails
         self._what_fails = ""
         self._failure: BaseException | None = None
@@ -144,9 +128,7 @@ class Mailbox:
             except OSError as error:
                 raise of_system(error) from None
 
-    def start(
-        self, first: IslandProgress | None, arrays: Callable[[], Iterable[tuple[str, np.ndarray]]]
-    ) -> None:
+    def start(self, first: IslandProgress | None, arrays: MakeArrays) -> None:
         """Begins to work in threads.
 
         Args:
@@ -154,7 +136,7 @@ class Mailbox:
           arrays: the weights.
         """
         if self._seat.writes and first is not None:
-            self._first = _Letter(0, first, arrays, self.session)
+            self.sending.offer_first(first, arrays)
         works = [self._work, self._hold_lease] if self._seat.merges else [self._work]
         self._threads = [threading.Thread(target=x, name="mailbox", daemon=True) for x in works]
         for thread in self._threads:
@@ -172,12 +154,11 @@ class Mailbox:
         self,
         number: int,
         progress: IslandProgress,
-        arrays: Callable[[], Iterable[tuple[str, np.ndarray]]],
+        arrays: MakeArrays,
     ) -> None:
         """Sends weights to a round; `arrays` is called in the thread."""
         if self._seat.writes:
-            with self._changed:
-                self._letters.append(_Letter(number, progress, arrays, self.session))
+            self.sending.add(number, progress, arrays)
             self._wake.set()
 
     def adopt(self, number: int, progress: IslandProgress) -> None:
@@ -187,7 +168,7 @@ class Mailbox:
         """
         if self._seat.writes and (weights := self.own_weights(number, progress.step)) is not None:
             session = self.sent.of_round(number)[self._seat.name][0].session
-            self._posted = _Letter(number, progress, weights.items, session)
+            self.sending.adopt(number, progress, weights.items, session)
 
     def news(self) -> News:
         """The news that are known now. Raises what has ended the thread."""
@@ -225,7 +206,7 @@ class Mailbox:
             self._wanted = number
             while (found := self._found(number)) is None:
                 self._raise_failure()
-                newest = self._newest.round if self._newest else -1
+                newest = self._newest_round
                 is_gone = number is not None and number <= newest - KEPT_ROUNDS
                 if is_gone and number != self.lease.fetches:
                     raise PeerError(
@@ -250,7 +231,7 @@ class Mailbox:
         return self._arrived.get(max(self._arrived, default=0) if number is None else number)
 
     def _missing(self, number: int | None, limit_s: float) -> PeerError:
-        newest = self._newest.round if self._newest else -1
+        newest = self._newest_round
         wanted = newest if number is None and newest >= 0 else number or 0
         problem = f"was not merged within {limit_s:.0f} s"
         found = f"{len(self._islands_of(wanted))} of {self._quorum_of(wanted)} islands have sent"
@@ -292,8 +273,12 @@ class Mailbox:
 
     def _islands_of(self, number: int) -> list[str]:
         """The islands that are known to have sent something to a round."""
-        is_open = number == (self._newest.round + 1 if self._newest else 0)
+        is_open = number == self._newest_round + 1
         return sorted(self._open) if is_open else []
+
+    @property
+    def _newest_round(self) -> int:
+        return self._newest.round if self._newest else -1
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -327,12 +312,12 @@ class Mailbox:
         try:
             unsent: OSError | None = None
             try:
-                self._send_letters()
+                self.sending.send(self._newest_round)
             except OSError as error:  # what others have sent may come nevertheless
                 unsent = error
             rounds = records.in_rounds(self.place.listed(ROUNDS))
             self._look(rounds)
-            if self._seat.merges and self._merge_if_due(rounds):
+            if self._seat.merges and self._merging.merge_if_due(rounds, self._newest):
                 self._look(records.in_rounds(self.place.listed(ROUNDS)))
             if unsent:
                 raise unsent
@@ -386,53 +371,6 @@ class Mailbox:
         if self.lease.others_merged > merged:
             self._moved()
 
-    # ---- sending -------------------------------------------------------------------------------
-
-    def _send_letters(self) -> None:
-        while self._letters:
-            letter, seat = self._letters[0], self._seat
-            if self._newest and letter.round <= self._newest.round:  # it was merged without these
-                with self._changed:
-                    del self._letters[0]
-                continue
-            stem = self._stem(letter)
-            with temporary(self._scratch) as path:
-                with writing_here(self._scratch):
-                    index = records.write_arrays(path, letter.arrays())
-                self.place.put_file(path, f"{stem}.bin")
-            sent = Sent(
-                round=letter.round,
-                island=seat.name,
-                session=letter.session,
-                part=seat.part,
-                parts=seat.parts,
-                progress=letter.progress,
-                file=f"{stem}.bin",
-                index=index,
-            )
-            self.lease.refuse_lost()  # a long transfer is behind
-            self.place.put(f"{stem}.json", sent.to_bytes())
-            with self._changed:
-                self._posted = self._letters.pop(0)
-
-    def _stem(self, letter: _Letter) -> str:
-        """The name of what is sent, without its end."""
-        seat = self._seat
-        return f"{records.round_folder(letter.round)}/{seat.name}.{letter.session}.{seat.part}"
-
-    def _send_again(self, following: int, names: Collection[str]) -> None:
-        """Sends a letter to the open round again that somebody has removed, since it is damaged."""
-        posted = self._posted
-        if posted is None or posted.round > following:
-            return
-        record = f"{self._stem(posted)}.json".removeprefix(f"{records.round_folder(posted.round)}/")
-        if posted.round == following and record in names:
-            return
-        self._posted = None
-        if posted.round == following:
-            with self._changed:
-                self._letters.append(posted)
-
     # ---- what has come -------------------------------------------------------------------------
 
     def _look(self, rounds: Mapping[int, Mapping[str, int]]) -> None:
@@ -440,7 +378,7 @@ class Mailbox:
         newest = records.newest(rounds)
         if self._newest and newest < (last := self._newest.round):
             missing = last if records.MERGED not in rounds.get(last, ()) else last - 1
-            raise _other_place(f"round {missing}, which was there")
+            raise other_place(f"round {missing}, which was there")
         if newest >= 0 and (self._newest is None or newest > self._newest.round):
             record = records.read_merged(self.place, newest)
             with self._changed:
@@ -449,15 +387,10 @@ class Mailbox:
             self.sent.forget(newest)
         following, open_ones = newest + 1, rounds.get(newest + 1, {})
         self._open = {island for island, _ in records.senders(open_ones)}
-        self._send_again(following, open_ones)
+        self.sending.send_again(following, open_ones)
         if self._seat.merges:
             self.sent.read(following, open_ones)
-        if self._first:
-            if newest < 0 and not self._letters:
-                if self.place.read(records.RUN) is None:
-                    raise _other_place(f"{records.RUN}, which this job has read")
-                self._letters.append(self._first)
-            self._first = None
+        self.sending.decide_on_first(newest)
         with self._changed:
             self._opened = following if self._open - {self._seat.name} else self._opened
             wanted = self._wanted
@@ -502,78 +435,3 @@ class Mailbox:
             return weights_of(self.place, parts, self._seat.names)
         except DamagedSentError:
             return None
-
-    # ---- merging -------------------------------------------------------------------------------
-
-    def _merge_if_due(self, rounds: Mapping[int, Mapping[str, int]]) -> bool:
-        if not self.lease.leases.are_known or self._clock() < self._merge_after_s:
-            return False
-        number = self._newest.round + 1 if self._newest else 0
-        sent = self.sent.of_round(number)
-        if self._watch is None or self._watch.number != number:
-            is_first = number == 0
-            self._watch = RoundWatch(
-                number=number,
-                name=self._seat.name,
-                order=self._seat.order,
-                quorum=1 if is_first else self._rules.quorum,
-                grace_s=0.0 if is_first else self._rules.grace_s,
-                lease_s=self._rules.lease_s,
-                clock=self._clock,
-            )
-        live = self.lease.leases.live() | {self._seat.name}
-        if self.lease.is_merging(number):
-            self._watch.postpone()
-        if not self._watch.is_mine(sent, live):
-            return False
-        order = [name for name in self._seat.order if name in sent]
-        if not number:  # all islands begin with the same weights: one is enough
-            order = order[:1]
-        if self._tried != number:  # others wait for one try, and not for one that fails again
-            self._tried = self.lease.merges = number
-        try:
-            if before := self._newest:
-                sizes = rounds.get(before.round, {})
-                records.refuse_outside(before.weights, before.file, sizes)
-                records.refuse_outside(before.momentum, before.momentum_file, sizes)
-            is_own = write_round(
-                self.place,
-                self._scratch,
-                self._rules.outer,
-                number=number,
-                by=self._seat.name,
-                session=self.session,
-                before=before,
-                sent={name: sent[name] for name in order},
-            )
-        except DamagedSentError as error:
-            self._say_damaged(str(error))
-            self.sent.remove_damaged(sent[error.island], str(error))
-            return False
-        except (DamagedObjectError, FileNotFoundError) as error:  # of the round before
-            self._merge_after_s = self._clock() + BACK_OFF_S
-            self._say_damaged(str(error))
-            assert before, "what is sent is a DamagedSentError"
-            self._weights.write_again(before)
-            return False
-        finally:
-            self.lease.merges = None
-        if not is_own:  # another was faster, and says what there is to say
-            return True
-        left_out = sorted(live - set(order))
-        if number and left_out:
-            self.say(f"round {number} is merged without {', '.join(left_out)}")
-        self._remove_old(number, rounds)
-        return True
-
-    def _remove_old(self, number: int, rounds: Mapping[int, Mapping[str, int]]) -> None:
-        fetched = self.lease.fetched()  # by somebody whose link is slow
-        old_ones = [known for known in rounds if known <= number - KEPT_ROUNDS]
-        for old in [known for known in old_ones if known not in fetched]:
-            folder = records.round_folder(old)
-            self.place.remove_folder(folder, [f"{folder}/{name}" for name in rounds[old]])
-
-
-def _other_place(lacks: str) -> OSError:
-    """The error of a place that is not what it was, as a folder whose file system is gone."""
-    return OSError(errno.ESTALE, f"it lacks {lacks}")

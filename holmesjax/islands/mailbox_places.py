@@ -5,6 +5,7 @@ first one wins, and the other is told. All methods raise OSError for what the pl
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -186,3 +187,8 @@ def open_place(where: str) -> MailboxPlace:
     """The place of a mailbox, by the folder or the URL that a run names."""
     url = places.whole_url(where)
     return MailboxStore(url) if url else Folder(Path(where))
+
+
+def other_place(lacks: str) -> OSError:
+    """The error of a place that is not what it was, as a folder whose file system is gone."""
+    return OSError(errno.ESTALE, f"it lacks {lacks}")

@@ -25,12 +25,7 @@ from holmesjax.islands import mailbox_records as records
 from holmesjax.islands.mailbox import FOLDER_POLL_S, STORE_POLL_S, Mailbox
 from holmesjax.islands.mailbox_claim import claim
 from holmesjax.islands.mailbox_places import Counted, open_place
-from holmesjax.islands.mailbox_records import (
-    DamagedObjectError,
-    IslandProgress,
-    Merged,
-    Sent,
-)
+from holmesjax.islands.mailbox_records import DamagedObjectError, IslandProgress, Merged, Sent
 from holmesjax.islands.mailbox_seat import ALONE, JobProgress, MailboxSeat, Rules
 
 SCRATCH = "mailbox_scratch"

@@ -193,8 +193,8 @@ class Island:
             self.sent_round = sent[0]
         # Threads of a job would begin here.
         if standing < 0:
-            self.box.send(0, IslandProgress(0, 0, 0, 0), weights_of("first", 0).items)
-            self.box._first = self.box._letters.pop()
+            first = IslandProgress(0, 0, 0, 0)
+            self.box.sending.offer_first(first, weights_of("first", 0).items)
 
     def turn(self):
         world, box = self.world, self.box

@@ -10,7 +10,7 @@ TRAINING = (
         new="(1 / len(arrays))",
         wrong="a slow island weighs as much as a fast one",
         tests=(
-            "tests/islands/test_mailbox.py::"
+            "tests/islands/test_round_merging.py::"
             "test_the_merge_is_the_rule_in_float64_with_weights_by_tokens",
             "tests/islands/test_meeting.py::test_the_rule_is_that_of_papers",
         ),
@@ -29,7 +29,7 @@ TRAINING = (
         old="record.to_bytes(), replaces=False)",
         new="record.to_bytes())",
         wrong="islands go on from unlike results of one round",
-        tests=("tests/islands/test_mailbox.py::test_two_mergers_at_once_leave_one_result",),
+        tests=("tests/islands/test_round_merging.py::test_two_mergers_at_once_leave_one_result",),
     ),
     Bug(
         name="lease-of-a-dead-island",
@@ -37,7 +37,7 @@ TRAINING = (
         old="name in before and before[name][0] == beats[name]",
         new="False",
         wrong="an island that is gone is waited for",
-        tests=("tests/islands/test_mailbox.py::test_a_lease_ends_by_the_clock_of_its_reader",),
+        tests=("tests/islands/test_island_lease.py::test_a_lease_ends_by_the_clock_of_its_reader",),
     ),
     Bug(
         name="change-is-lost",
