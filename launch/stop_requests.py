@@ -45,10 +45,14 @@ class StopRequests:
     def at_once(self) -> Iterator[None]:
         """While nothing runs that could be saved, a signal raises SystemExit where it is heard.
 
-        The process ends within `timeout_s` even if a file system or a store holds it.
+        One that came before does so at once. The process ends within `timeout_s` even if a file
+        system or a store holds it.
         """
         self._is_at_once = True
         try:
+            if self:
+                self._limit(self.first)
+                raise SystemExit(leaving(self.first))
             yield
         finally:
             self._is_at_once = False

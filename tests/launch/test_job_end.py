@@ -140,11 +140,18 @@ def test_what_hangs_behind_the_last_step_ends_with_the_status_of_the_job(tmp_pat
     assert statuses == [0]
 
 
-def test_a_stop_ends_a_start_that_waits_for_a_store(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", ["while it waits", "just before"])
+def test_a_stop_ends_a_start_that_waits_for_a_store(tmp_path, monkeypatch, moment):
     """It fetches a part, say; and a file system that hangs holds the process for no longer."""
-    limits, is_limited = [], threading.Event()
+    limits, is_limited, begin = [], threading.Event(), restarts.Restarts.begin
+
+    def begin_late(*arguments):
+        begin(*arguments)
+        if moment == "just before":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def fetch(*_, **__):
+        assert moment == "while it waits", "nothing is looked for"
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
@@ -157,6 +164,7 @@ def test_a_stop_ends_a_start_that_waits_for_a_store(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hung_main_thread, "end_within", limit)
     monkeypatch.setattr(resume, "find", fetch)
+    monkeypatch.setattr(restarts.Restarts, "begin", begin_late)
     supervisor, launcher = supervise(tmp_path, settings=["distributed.stop_timeout_s=50"])
     with pytest.raises(SystemExit) as end:
         supervisor.run()
