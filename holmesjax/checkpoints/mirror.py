@@ -20,6 +20,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,9 +36,10 @@ from holmesjax.liveness.lease import Lease
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
 # A store that is busy, or that makes a mistake, answers a moment later. One that is away fails a
-# save within a minute or two.
+# save within a minute or two. One that accepts calls and stays silent costs READ_S for each try.
 CONNECT_S, READ_S = 10, 60
 TRIES, TRIES_OF_CLIENT = 5, 2  # of botocore, for each of s3fs, which knows few passing errors
+SLOW_S, ANSWER_S = 20.0, 150.0  # a request is said to be slow, and given up with all its tries
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "s3": {
         "max_concurrency": 1,  # else a small object is asked for its size, whose errors say nothing
@@ -119,27 +121,42 @@ class Mirror:
             where = f"{self.url}/{name}" if name else self.url
             raise OSError(number, object_stores.said_by(error), where) from None
 
+    def _ask(self, request: str, name: str, *arguments: Any, **settings: Any) -> Any:
+        """The answer to a short request about an object. Says that it is slow."""
+
+        def tell() -> None:
+            limit = f"is waited for up to {ANSWER_S:g} s"
+            self._say(f"{self.url}/{name} has not answered for {SLOW_S:g} s, and {limit}")
+
+        slow = threading.Timer(SLOW_S, tell)
+        slow.daemon = True
+        with self._telling(name):
+            send = getattr(self._store, request)
+            slow.start()
+            try:
+                return send(self._at(name), *arguments, timeout=ANSWER_S, **settings)
+            except TimeoutError:
+                raise OSError(errno.ETIMEDOUT, "has not answered in time") from None
+            finally:
+                slow.cancel()
+
     # ---- single objects ------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes | None:
         """A small object; None if it is not there."""
         try:
-            with self._telling(name):
-                return bytes(self._store.cat_file(self._at(name)))
+            return bytes(self._ask("cat_file", name))
         except FileNotFoundError:
             return None
 
     def read_piece(self, name: str, first: int, count: int) -> bytes:
         """Bytes of an object from a place on, as `stores.read_piece`."""
-        with self._telling(name):
-            return bytes(self._store.cat_file(self._at(name), start=first, end=first + count))
+        return bytes(self._ask("cat_file", name, start=first, end=first + count))
 
     def put(self, name: str, content: bytes, *, replaces: bool = True) -> None:
         """Writes a small object. Raises FileExistsError for another one that is not replaced."""
         try:
-            with self._telling(name):
-                mode = "overwrite" if replaces else "create"
-                self._store.pipe_file(self._at(name), content, mode=mode)
+            self._ask("pipe_file", name, content, mode="overwrite" if replaces else "create")
         except FileExistsError:
             if self.read(name) != content:  # an answer may have been lost, and it was tried again
                 raise
@@ -165,11 +182,10 @@ class Mirror:
 
     def listed(self, name: str) -> dict[str, int]:
         """The objects below a name, as files of the run folder, with their bytes."""
-        with self._telling(name):
-            try:
-                found = self._store.find(self._at(name), detail=True)
-            except FileNotFoundError:
-                return {}
+        try:
+            found = self._ask("find", name, detail=True)
+        except FileNotFoundError:
+            return {}
         first = len(self._root) + 1
         sizes = {path[first:]: int(facts["size"]) for path, facts in found.items()}
         # A client may list all objects that begin with a name that has none below it.
@@ -179,8 +195,8 @@ class Mirror:
         """Removes objects, one by one: of those in a list s3fs does not say which are refused."""
 
         def remove_one(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError), self._telling(name):
-                self._store.rm_file(self._at(name))
+            with contextlib.suppress(FileNotFoundError):
+                self._ask("rm_file", name)
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(remove_one, names))
@@ -242,17 +258,15 @@ class Mirror:
             return list(itertools.compress(steps, pool.map(has_manifest, steps)))
 
     def _steps(self) -> list[int]:
-        with self._telling(manifest.FOLDER):
-            try:
-                found = self._store.ls(self._at(manifest.FOLDER), detail=False, refresh=True)
-            except FileNotFoundError:
-                return []
+        try:
+            found = self._ask("ls", manifest.FOLDER, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
         names = (path.rstrip("/").rpartition("/")[2] for path in found)
         return sorted(int(match[1]) for name in names if (match := manifest.STEP.fullmatch(name)))
 
     def _has(self, name: str) -> bool:
-        with self._telling(name):
-            return bool(self._store.exists(self._at(name)))
+        return bool(self._ask("exists", name))
 
     def held(self, step: int, files: Mapping[str, Any], starts: Mapping[str, str]) -> list[str]:
         """The parts of a checkpoint that are there, as `stores.held`.

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shutil
+import threading
 from unittest import mock
 
 import botocore.exceptions
@@ -36,7 +37,7 @@ from holmesjax.trainer import Trainer
 from launch import __main__ as command_line, arguments
 from launch.verbs import gather
 from tests.data.object_store import object_store
-from tests.jobs import write_run
+from tests.jobs import HANG_S, write_run
 
 LARGE = os.urandom(PIECE_BYTES + 7)
 FILES = {"part_0/d/large": LARGE, "part_0/_METADATA": b"zero", "part_1/d/empty": b""}
@@ -292,7 +293,7 @@ def test_what_the_run_folder_has_not_kept_goes(machine):
 def test_objects_that_only_begin_with_the_name_of_a_folder_are_not_below_it():
     """Some clients list them where the folder has no objects; part_10 is no file of part_1."""
     found = mirror.Mirror("gs://runs/a")
-    found._store = mock.Mock(find=lambda path, detail: {f"{path}0/arrays": {"size": 1}})
+    found._store = mock.Mock(find=lambda path, **_: {f"{path}0/arrays": {"size": 1}})
     assert found.listed("checkpoints/step_00000009/x-1-0/part_1") == {}
 
 
@@ -401,6 +402,25 @@ def test_a_store_that_is_busy_for_a_moment_fails_no_save(machine, refusals, erro
     save(here, found, 1)
     assert seen >= {"GET", "HEAD", "PUT"}
     assert found.steps() == [1]
+
+
+def test_a_store_that_takes_calls_and_stays_silent_is_said_and_given_up(
+    machine, refusals, monkeypatch
+):
+    """Its client alone would wait for a minute each time, ten times."""
+    run_folder, url = machine
+    start(here := run_folder("a"), url)
+    monkeypatch.setattr(mirror, "SLOW_S", 0.0)
+    monkeypatch.setattr(mirror, "ANSWER_S", 1.0)
+    said, is_over = [], threading.Event()
+    refusals.rule = lambda method, path, env: is_over.wait(HANG_S) and None
+    try:
+        with Lease(here) as lease, pytest.raises(PeerError, match="has not answered") as error:
+            mirror.open_run(url, lease, said.append)
+    finally:
+        is_over.set()
+    assert error.value.where == f"{url}/{stores.RECORD}"
+    assert any(f"{url}/{stores.RECORD} has not answered" in line for line in said)
 
 
 def test_a_store_that_lets_nothing_be_removed_is_told_once_and_holds_nothing_up(machine, refusals):
