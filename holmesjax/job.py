@@ -73,6 +73,10 @@ class Job:
         """Digests of the user's own code, as it was when they were first asked for."""
         return computing.own_sources(self.config.model, self.config.optimizer)
 
+    def note_own_sources(self) -> None:
+        """Notes the user's own code as it is now: whoever edits it later does not change the run."""
+        _ = self.own_sources
+
     def about(self, restart: int) -> dict[str, Any]:
         """Returns the values that all processes of attempt number `restart` must have in common."""
         model = self.config.model

@@ -3,6 +3,7 @@
 The supervisor does not import JAX: it holds no device, and starts at once.
 """
 
+import dataclasses
 import itertools
 import os
 import time
@@ -262,7 +263,7 @@ class Supervisor:
         """Finds where the job goes on (`resume.find`), and may fetch what another store has."""
         with self._stops.at_once():
             return resume.find(
-                self._job,
+                dataclasses.replace(self._job),  # its `own_sources` are those of this start
                 self._allow,
                 say,
                 known,

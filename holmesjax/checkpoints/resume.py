@@ -247,6 +247,7 @@ def find(
         fetches=fetches,
         has_partner=fetches and job.config.checkpoint.partner,
     )
+    job.note_own_sources()
     changes = tuple(changes_since(checkpoint, job)) if checkpoint else ()
     start = Start(
         job=job,

@@ -15,6 +15,7 @@ from holmesjax.checkpoints import manifest, resume, second_reading
 from holmesjax.distributed.messages import Up
 from holmesjax.liveness import helper_process, hung_main_thread
 from holmesjax.report import recorder
+from launch import restarts
 from launch.attempt import Attempt
 from launch.loop_watch import LoopWatch
 from launch.restarts import RECORD

@@ -10,6 +10,7 @@ import pytest
 from holmesjax.checkpoints import committed, manifest, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
+from holmesjax.hosts import computing
 from holmesjax.report import metrics
 from launch import restarts
 from launch.restarts import RECORD, Restarts
@@ -51,19 +52,26 @@ def test_restarts_have_an_end_and_a_new_step_sets_their_count_back(tmp_path, no_
 
 
 def test_a_spike_lets_all_start_again_from_the_last_checkpoint_without_the_data_since(
-    tmp_path, capsys
+    tmp_path, monkeypatch, capsys
 ):
-    """Without --max-restarts, too; and it is no failure that counts."""
+    """Without --max-restarts, too; and it is no failure that counts.
+
+    Somebody has edited the run's own code meanwhile, which the new processes read.
+    """
     spike = [told({**LOSS, "spike": 5}, 75), ["exit", 75]]
     first = {**saving(2), 1: [["await", 2], *spike]}
     ends = [["tell", "up"], ["done", 10]]
     supervisor, launcher = supervise(tmp_path, first, {0: ends, 1: ends, 2: ends})
+    digest = lambda *_: {"source of model.module": str(launcher.starts)}
+    monkeypatch.setattr(computing, "own_sources", digest)
     assert supervisor.run() == 0
     assert launcher.starts == 2
     assert skipped_data.read(tmp_path / "run") == (Skipped(step=2, spike=5, sequences=24),)
     starts = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
     assert [(start["status"], start["stopped"]) for start in starts] == [(75, True), (0, False)]
-    assert "going back to step 2; 24 sequences behind step 2" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "going back to step 2; 24 sequences behind step 2" in out
+    assert "  versions.source of model.module: 0 -> 1\n" in out
 
 
 def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
