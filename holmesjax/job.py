@@ -74,7 +74,7 @@ class Job:
         return computing.own_sources(self.config.model, self.config.optimizer)
 
     def note_own_sources(self) -> None:
-        """Notes the user's own code as it is now: whoever edits it later does not change the run."""
+        """Notes the user's own code as it is now: to edit it later does not change the run."""
         _ = self.own_sources
 
     def about(self, restart: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,7 +26,24 @@ from holmesjax.transport.relay_messages import (
 
 PIECE_BYTES = 1 << 18
 TAKE_S = 15.0  # for a process to take a call
+COME_S = 10.0  # that a hello is under way, at most
 MAX_NAME = 200
+
+
+@dataclass(eq=False)
+class _Listener:
+    """A process that can be called; it began up to COME_S before `born_s`, by the relay's clock."""
+
+    connection: Connection[RelayHello]
+    born_s: float
+
+    def is_as_young_as(self, other: "_Listener | None") -> bool:
+        """Whether it is not known to be older than another one of its name, or is the same."""
+        return other is None or self.is_same(other) or self.born_s + COME_S > other.born_s
+
+    def is_same(self, other: "_Listener") -> bool:
+        """Whether it is the same process, which has called again."""
+        return self.connection.hello.session == other.connection.hello.session
 
 
 @dataclass(eq=False)
@@ -51,7 +69,7 @@ class Relay:
 
     def __init__(self, address: str, port: int, *, key: bytes, say: Callable[[str], object]):
         self._say = say
-        self._listeners: dict[str, Connection[RelayHello]] = {}  # by name
+        self._listeners: dict[str, _Listener] = {}  # by name
         self._calls: dict[str, _Call] = {}  # by ticket
         self._joined: set[Connection[RelayHello]] = set()
         self._lock = threading.Lock()
@@ -80,7 +98,8 @@ class Relay:
         with self._lock:
             self._is_closed = True
             calls = [end for call in self._calls.values() for end in (call.caller, call.taker)]
-            ends = [*self._listeners.values(), *filter(None, calls), *self._joined]
+            listeners = [listener.connection for listener in self._listeners.values()]
+            ends = [*listeners, *filter(None, calls), *self._joined]
         for end in ends:
             end.close()
 
@@ -93,15 +112,16 @@ class Relay:
     def _keep(self, connection: Connection[RelayHello]) -> None:
         """Keeps a process that can be called, until it goes or a younger one of its name calls."""
         name = connection.hello.name
+        listener = _Listener(connection, time.monotonic() - connection.hello.age_s)
         with self._lock:
             other = self._listeners.get(name)
-            is_younger = other is None or other.hello.born_s <= connection.hello.born_s
+            is_younger = listener.is_as_young_as(other)
             if is_younger:
-                self._listeners[name] = connection
+                self._listeners[name] = listener
         if other is not None:
-            replaced = other if is_younger else connection
+            replaced = other.connection if is_younger else connection
             with contextlib.suppress(OSError):
-                if other.hello.born_s != connection.hello.born_s:  # or it has called again
+                if not listener.is_same(other):
                     replaced.send(records.encode(Replaced()))
             replaced.close()
         if not is_younger:
@@ -110,7 +130,7 @@ class Relay:
         with contextlib.suppress(OSError, ValueError):
             connection.receive()  # it says nothing: this waits for its end
         with self._lock:
-            is_newest = self._listeners.get(name) is connection
+            is_newest = self._listeners.get(name) is listener
             if is_newest:
                 del self._listeners[name]
         connection.close()
@@ -128,7 +148,7 @@ class Relay:
                 problem = f"{caller.hello.name} has not called this relay"
                 caller.send(records.encode(JoinedCall(problem=problem)))
                 return
-            listener.send(records.encode(Ticket(ticket=ticket)))
+            listener.connection.send(records.encode(Ticket(ticket=ticket)))
             call.is_taken.wait(TAKE_S)
             with self._lock:
                 del self._calls[ticket]

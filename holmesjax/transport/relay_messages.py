@@ -26,13 +26,15 @@ class RelayHello(Record):
     """The hello of a caller of the relay; it holds a name, or a ticket in order to take a call.
 
     The younger is called of two that listen by one name, such as a process and the one that follows
-    it: `born_s` is when it began, in seconds since 1970.
+    it. `age_s` is for how long it has been there: the clocks of two hosts may be apart. One that
+    calls again has the same `session`.
     """
 
     kind = "relay call"
     role: Role
     name: str
-    born_s: float = 0.0
+    age_s: float = 0.0
+    session: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """A process that others call through a relay. No JAX."""
 
+import secrets
 import socket
 import threading
 import time
@@ -66,7 +67,8 @@ class RelayedPort:
         warn: Callable[[str], object] = connections.warn,
     ):
         self._relay, self._name, self._key = relay, name, relay_key(key)
-        self._take, self._warn, self._born_s = take, warn, time.time()
+        self._take, self._warn = take, warn
+        self._born_s, self._session = now_s(), secrets.token_hex(8)
         self._connection: Connection[RelayWelcome] | None = None
         self._closed, self._has_missed = threading.Event(), False
         threading.Thread(target=self._run, name="relayed port", daemon=True).start()
@@ -119,5 +121,11 @@ class RelayedPort:
         self._take(sock)
 
     def _call(self, role: Role, name: str) -> Connection[RelayWelcome]:
-        hello = RelayHello(role=role, name=name, born_s=self._born_s)
+        age_s, session = now_s() - self._born_s, self._session
+        hello = RelayHello(role=role, name=name, age_s=age_s, session=session)
         return connections.connect_relay(*self._relay, self._key, hello, CALL_S)
+
+
+def now_s() -> float:
+    """Seconds since this machine began, also while it slept, which `time.monotonic` leaves out."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,7 @@
 """A relay joins processes that cannot call each other, and reads nothing of what it passes on."""
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -29,9 +30,12 @@ class Hello(Record):
 
 
 class Listener:
-    """A process that echoes what its callers send, and that is called through a relay alone."""
+    """A process that echoes what its callers send, and that is called through a relay alone.
 
-    def __init__(self, stack, place, name="process 7", born_s=None):
+    It began `age_s` ago, and the clock of its host says `clock_s`.
+    """
+
+    def __init__(self, stack, place, name="process 7", *, age_s=0.0, clock_s=None):
         self.met, self.told = [], []
         admission = Admission(
             connections.listen("127.0.0.1"),
@@ -42,7 +46,11 @@ class Listener:
             enter=self._enter,
         )
         stack.enter_context(admission)
-        with mock.patch.object(relayed.time, "time", return_value=born_s or time.time()):
+        times = itertools.chain([relayed.now_s() - age_s], iter(relayed.now_s, None))
+        with (
+            mock.patch.object(relayed, "now_s", side_effect=times),
+            mock.patch("time.time", return_value=clock_s or time.time()),
+        ):
             self.port = RelayedPort(
                 place, name, key=KEY, take=admission.bring, warn=self.told.append
             )
@@ -199,14 +207,14 @@ def test_a_relay_that_starts_again_is_called_again(stack):
 
 
 def test_the_youngest_process_of_a_name_is_called(stack):
-    """However often an older one that still lives has lost the relay, and calls it again."""
+    """However often an older one that still lives calls again, and whatever their clocks say."""
     _, place, _ = start(stack)
     old = Listener(stack, place)
     call(place).close()
-    young = Listener(stack, place)
+    young = Listener(stack, place, clock_s=1.0)
     until(lambda: old.told)
     assert old.told == ["another process is called as process 7 from now on"]
-    late = Listener(stack, place, born_s=1.0)
+    late = Listener(stack, place, age_s=2 * relay.COME_S, clock_s=1e10)
     until(lambda: late.told)
     for _ in range(10):
         call(place).close()
