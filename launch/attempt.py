@@ -354,10 +354,9 @@ class Attempt:
             if end_s is not None and time.monotonic() > end_s:
                 break
             is_done = len(self.done) == len(self._processes) and end_s is None
-            if is_done and self._saves.is_busy:
-                if self._stops.is_overdue:
-                    raise self._saves.late(self._stop_limit)
-                self._progress.note()  # the last commit is waited for, and nobody trains
+            waits = is_done and self._waits_for_stores()
+            if waits:
+                self._progress.note()  # nobody trains
             elif not is_done and end_s is None and (problem := self._overdue()):
                 question = self._ask_for_stacks()
                 if self._overdue():
@@ -366,8 +365,7 @@ class Attempt:
             self._agreement.check()
             while self.output and time.monotonic() > self.output[0][0] + DELAY_S:
                 print_line(self.output.popleft()[1])
-            if is_done and not self._saves.is_busy:
-                self._hub.settle()
+            if is_done and not waits:
                 self._controller.broadcast(AllDone())
                 end_s = time.monotonic() + min(END_S, max(self._stops.left_s, LEAST_LEFT_S))
             with contextlib.suppress(queue.Empty):
@@ -378,6 +376,17 @@ class Attempt:
         steps = set(self.done.values())
         assert len(steps) == 1, f"the processes ended after different steps: {self.done}"
         return steps.pop()
+
+    def _waits_for_stores(self) -> bool:
+        """Whether the last checkpoint is still committed, or stores are told of it.
+
+        Raises PeerError if its commit takes longer than a job may that is asked to stop.
+        """
+        if not self._saves.is_busy:
+            return not self._stops.is_overdue and self._hub.settles()
+        if self._stops.is_overdue:
+            raise self._saves.late(self._stop_limit)
+        return True
 
     def _hear(self, event: ProcessEvent) -> None:
         """Takes an event. Raises HolmesError if it is the end of the job."""

@@ -7,10 +7,11 @@ resume. From then on it passes pieces of files on, one at a time for each that a
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from holmesjax.transport.connections import Connection
 from holmesjax.transport.records import Record, decode, encode
 
 ALL = 10**18  # a step that no run reaches
-SETTLE_S = 5.0
+SETTLE_S = 90.0  # for stores at the end: one that does not answer costs ANSWER_S
 LOOK_S = 0.2  # between two looks for a store that is waited for
 NAMED = 5  # parts, in a message
 
@@ -106,6 +107,8 @@ class StoreHub:
         self._checkpoint: Checkpoint | None = None
         self._problem: Exception | None = None
         self._teller = ThreadPoolExecutor(1, "stores")
+        self._told: Future[None] | None = None  # of the last checkpoint
+        self._settles_by_s = math.inf  # once the job has ended
         self._is_closed = False
         self.start = ""  # of the run, by its name, as soon as it has one
         # Takes the steps of checkpoints that a store has found damaged.
@@ -321,12 +324,21 @@ class StoreHub:
     def committed(self, step: int) -> None:
         """Lets all stores have the manifest, and remove what is superseded; does not wait."""
         if self._stores and not self._is_closed:
-            self._teller.submit(self._keep, step)
+            self._told = self._teller.submit(self._keep, step)
 
-    def settle(self) -> None:
-        """Waits a moment for the stores to know of the last checkpoint, before they leave."""
-        with contextlib.suppress(TimeoutError):  # they hear of it at the next start
-            self._teller.submit(lambda: None).result(SETTLE_S)
+    def settles(self) -> bool:
+        """Whether stores, which are to leave, are still told of the last checkpoint.
+
+        They may take long to remove what is superseded. Does not wait.
+        """
+        if self._told is None or self._told.done():
+            return False
+        now_s = time.monotonic()
+        self._settles_by_s = min(self._settles_by_s, now_s + SETTLE_S)
+        if now_s < self._settles_by_s:
+            return True
+        self._say("warning: stores are slow, and hear of the last checkpoint at the next start")
+        return False
 
     def _keep(self, last: int) -> None:
         """Tells each store which checkpoints there are, and gives it the manifests it lacks."""

@@ -52,7 +52,7 @@ def save(hub, home, step, memory):
     write_parts(home, "part_0", "part_1", step=step)
     commit(home, step, part_0="n0", part_1="n1")
     hub.committed(step)
-    hub.settle()
+    wait_until(lambda: not hub.settles())
     wait_until(lambda: not memory.is_copying)
 
 

@@ -263,7 +263,7 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
         store._answer(lost, Keep(steps=[4, 6], last=6, dropped=[]))
         for _ in range(2):
             hub.committed(6)
-            hub.settle()
+            wait_until(lambda: not hub.settles())
     assert damaged == [4]
     # 2 is superseded, 8 is being written; 4 and 6 have got their manifests.
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]

@@ -2,13 +2,16 @@
 
 import signal
 import threading
+from unittest import mock
 
 import pytest
 
 import launch.attempt
 from holmesjax.checkpoints import committing, manifest
 from holmesjax.checkpoints.scrub import Scrub
+from holmesjax.distributed.controller import NOBODY, Controller
 from holmesjax.distributed.messages import Done
+from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.report import metrics
 from holmesjax.runtime.step_timeout import Progress
@@ -148,6 +151,36 @@ def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeyp
     supervise_a_commit(tmp_path, monkeypatch, waited.append).run()
     assert waited == [True]
     assert [checkpoint.step for checkpoint in manifest.find(tmp_path / "run")] == [10]
+
+
+def test_stores_are_told_of_the_last_checkpoint_before_processes_end(tmp_path, monkeypatch):
+    """A store may take long to remove what is superseded; the loop turns meanwhile."""
+    turns, told = count_turns(monkeypatch, StoreHub, "committed"), []
+    broadcast = Controller.broadcast
+
+    def tell(*_):
+        while len(turns) < 3:
+            time.sleep(0.01)
+        told.append("stores")
+
+    def note(controller, record):
+        told.append(type(record).__name__)
+        broadcast(controller, record)
+
+    enter = StoreHub.__init__
+
+    def with_a_store(hub, *arguments):
+        enter(hub, *arguments)
+        hub._stores.append(mock.MagicMock(process=NOBODY))
+
+    monkeypatch.setattr(StoreHub, "__init__", with_a_store)
+    monkeypatch.setattr(StoreHub, "_check", lambda *_: None)
+    monkeypatch.setattr(StoreHub, "stores_of_parts", lambda *_: {})
+    monkeypatch.setattr(StoreHub, "_keep", tell)
+    monkeypatch.setattr(Controller, "broadcast", note)
+    supervisor = supervise_a_commit(tmp_path, monkeypatch, lambda _: None)
+    assert supervisor.run() == 0
+    assert told[-2:] == ["stores", "AllDone"]
 
 
 @pytest.mark.parametrize("limit", ["start_timeout_s = 0 s", "stop_timeout_s = 100 s of SIGTERM"])
