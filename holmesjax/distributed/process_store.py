@@ -91,7 +91,7 @@ class ProcessStore:
     ):
         self._job, self._environment, self._processes = job, environment, processes
         self._me, self._member, self._store = processes[environment.number], member, store
-        self._mirror: Mirror | None = None  # where this process writes to one
+        self._mirror: Mirror | None = None  # of which this process may remove something
         if store:
             store.silence_s = job.config.distributed.silence_s
 
@@ -139,8 +139,8 @@ class ProcessStore:
             found.begin(self._start_name(str(home), epoch), writes=self._me.leads)
         except OSError as error:
             raise of_system(error) from None
-        self._mirror = found if self._me.leads else None
-        return self._mirror
+        self._mirror = found
+        return found if self._me.leads else None
 
     def close(self) -> None:
         """Waits until the object store is rid of what the launcher has not kept."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -26,6 +26,7 @@ from holmesjax.errors import (
     PeerError,
 )
 from holmesjax.transport.records import encode
+from tests.distributed import scripted_jobs
 from tests.distributed.scripted_jobs import process
 from tests.distributed.stores_on_loopback import (
     FILES,
@@ -406,3 +407,20 @@ def test_a_store_calls_again_for_as_long_as_its_job_may_be_cut_off(tmp_path, mon
     for store.silence_s in (0.0, 300.0):
         store._serve(SimpleNamespace(receive=lost, close=lambda: None))
     assert calls_s == [60.0, 300.0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_process_waits_until_its_object_store_is_tidy(tmp_path, number):
+    """The launcher may tell any of those that have one folder."""
+    store = SimpleNamespace(mirror=MagicMock(), launchers="home")
+    config = SimpleNamespace(distributed=SimpleNamespace(silence_s=1.0))
+    found = process_store.ProcessStore(
+        SimpleNamespace(run_dir=tmp_path, config=config),
+        SimpleNamespace(number=number, restart=0),
+        scripted_jobs.PROCESSES,
+        None,
+        store,
+    )
+    assert (found.begin_mirror(1) is store.mirror) == (number == 0)
+    found.close()
+    store.mirror.close.assert_called_once()
