@@ -1,8 +1,10 @@
 """The settings that a checkpoint keeps of its run, and what has changed since. No JAX."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmesjax import job as jobs
@@ -13,8 +15,11 @@ from holmesjax.config import (
     OuterConfig,
 )
 from holmesjax.data import tokenizer_files
+from holmesjax.errors import HolmesError
 from holmesjax.job import Job
+from holmesjax.plan import pins
 from holmesjax.plan.meeting_steps import steps_of
+from holmesjax.plan.plan import Plan
 
 # Sections of the config that shape the numbers. Parallelism does by way of the plan, which has a
 # hash; `distributed`, `checkpoint`, `log` and these settings do not.
@@ -112,7 +117,17 @@ def changes_since(checkpoint: Checkpoint, job: Job) -> Iterable[Change]:
                 if is_turn and job.config.data.mixture_by_island:
                     yield Change(BY_ISLAND, was, now, f"{name} {show(was)} -> {show(now)}")
     if (was := checkpoint.manifest["plan_hash"]) != (now := job.plan.hash()):
-        yield Change("plan", was, now)
+        yield Change("plan", was, now, _plans(job, was, now))
+
+
+def _plans(job: Job, was: str, now: str) -> str:
+    """Both plans by their hashes and by what differs in them; empty where the first is not kept."""
+    for path in sorted(job.run_dir.glob(f"{Path(jobs.PLAN).stem}*.yaml")):
+        with contextlib.suppress(HolmesError, OSError):  # a file that is no plan is told elsewhere
+            before = Plan.load(path)
+            if before.hash() == was and (differ := pins.differences(before, job.plan)):
+                return f"{was} -> {now} ({', '.join(differ)})"
+    return ""
 
 
 def _tokenizers(job: Job, was: str | None) -> str:

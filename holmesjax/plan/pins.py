@@ -75,14 +75,37 @@ def keeps(plan: Plan, pinned: Mapping[str, Value]) -> bool:
     return own == pinned
 
 
+def differences(before: Plan, now: Plan) -> list[str]:
+    """The settings in which two plans differ, each with both values; none with islands.
+
+    `several` stands for what stages have differently. What each stage has is left out where their
+    number differs.
+    """
+    if before.islands or now.islands:
+        return []
+    texts = []
+    for name in (field.name for field in fields(ParallelConfig)):
+        is_by_stage = name in ("layers", "recomputed_layers")
+        if name in NO_PINS or (is_by_stage and len(before.stages) != len(now.stages)):
+            continue
+        was, is_now = (chosen(plan, name) for plan in (before, now))
+        if was != is_now:
+            shown = ["several" if x is None else _text(x) for x in (was, is_now)]
+            texts.append(f"parallel.{name} {shown[0]} -> {shown[1]}")
+    return texts
+
+
 def setting(name: str, value: Value) -> str:
     """A setting as a command line has it.
 
     >>> setting("clusters", ("ib", "roce"))
     'parallel.clusters=[ib,roce]'
     """
-    text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-    return f"parallel.{name}={text}"
+    return f"parallel.{name}={_text(value)}"
+
+
+def _text(value: Value) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def describe(

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from holmesjax import config as configs, job_description
-from holmesjax.errors import ConfigError
+from holmesjax.checkpoints import resume
+from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.job import Job
 from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan import forecast, pins, plan_description
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(_as_json(job, changed, explained))
         return 0
-    lines = job_description.describe(job, pool)
+    lines = [*job_description.describe(job, pool), *_resume(job)]
     if explained:
         lines += describe_run(explained)
     if changed:
@@ -52,6 +53,20 @@ def run(args: argparse.Namespace) -> int:
         lines += description.changed_ways(job.topology, changed.topology, by_device=by_device)
     print("\n".join(lines))
     return 0
+
+
+def _resume(job: Job) -> list[str]:
+    """Lines about a run that has begun: what `train` would say, or why it would refuse."""
+    warnings = list[str]()
+    try:
+        start = resume.find(job, (), warnings.append, fetches=True)
+    except HolmesError as refusal:
+        told = ["refused by train:", *str(refusal).splitlines()]
+    else:
+        is_done = start.step >= job.config.train.steps
+        told = start.finished() if is_done else start.describe()
+    lines = [line for text in (*warnings, *told) for line in text.splitlines()]
+    return [f"{'' if n else 'resume':12}{line}" for n, line in enumerate(lines)]
 
 
 def _changed(

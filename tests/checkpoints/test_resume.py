@@ -15,6 +15,7 @@ from holmesjax.hosts import computing
 from holmesjax.optimizers.learning_rates import learning_rate
 from holmesjax.runtime.prefetch import Placer
 from holmesjax.trainer import Trainer
+from launch.__main__ import main
 from launch.arguments import parse
 from tests.jobs import write_run
 
@@ -75,6 +76,28 @@ def test_what_breaks_the_run_is_refused_unless_it_is_allowed_by_name(folder, set
     assert error.value.fix.endswith(f"--allow {name}")
     start = resume.find(job, [name], print)
     assert f"  {said}" in start.describe()
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (("train.steps=20",), ["resuming after step 10", "train.steps: 10 -> 20"]),
+        (
+            ("train.steps=20", "parallel.microbatches=4", "parallel.schedule=gpipe"),
+            ["parallel.microbatches 2 -> 4, parallel.schedule 1f1b -> gpipe)"],
+        ),
+        (("train.seed=1",), ["refused by train:", "train.seed: 0 -> 1", "--allow train.seed"]),
+        ((), ["finished: 10 of 10 steps are done"]),
+    ],
+)
+def test_the_plan_of_a_begun_run_says_how_it_resumes(folder, capsys, settings, said):
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert main(["plan", str(folder / "run"), *settings]) == 0
+    printed = capsys.readouterr().out
+    told = printed[printed.index("resume      ") :]
+    assert [text for text in said if text not in told] == [], told
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == files
+    assert ("plan:" in told) == ("parallel.microbatches=4" in settings)
 
 
 def test_settings_with_lists_inside_are_read_back_equal(tmp_path):
