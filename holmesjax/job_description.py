@@ -11,12 +11,14 @@ from holmesjax.job import Job
 from holmesjax.layer_specs.distinct_kinds import kind_names
 from holmesjax.plan import mfu, pins, plan_description, save_costs
 from holmesjax.plan.device_pool import DevicePool
+from holmesjax.plan.island_shares import allotted
 from holmesjax.plan.outer_rule import kept_bytes, trained_sizes
 from holmesjax.plan.plan import Axis
 from holmesjax.topology import description
 from holmesjax.topology.catalogue import CPU
 from holmesjax.units import counted
 
+SHORTER = 0.95  # times a step with equal shares: then others are worth a word
 PARTS = (Axis.FSDP, Axis.CONTEXT, Axis.EXPERT)  # the axes that cut a replica's parameters
 
 
@@ -32,6 +34,7 @@ def describe(job: Job, pool: DevicePool | None = None) -> list[str]:
         *plan_description.describe(job.plan, kind_of, is_pinned=bool(pinned)),
         *pins.describe(job.plan, pinned, job.unpinned, by_dollars=by_dollars, place=job.pinned_at),
         *([job.choice.describe()] if job.choice else _unused(job)),
+        *_equal_shares(job),
         *_active(job),
         *([f"memory      {pool.describe(job.plan.stages, job.topology)}"] if pool else []),
         *_on_hosts(job),
@@ -55,6 +58,25 @@ def _unused(job: Job) -> list[str]:
     names = " and ".join(name for name, value in is_set.items() if value)
     why = f"not used, since parallel.across is {across} and not auto"
     return [f"choice      {names}: {why}"] if names else []
+
+
+def _equal_shares(job: Job) -> list[str]:
+    """A line about islands of unlike speed that take equal shares of the batch."""
+    plan, parallel = job.plan, job.config.parallel
+    if not plan.islands or parallel.shares is not None or parallel.is_mailbox:
+        return []
+    times_s = [island.step_time_s for island in plan.islands]
+    speeds = [island.global_batch / island.step_time_s for island in plan.islands]
+    count = plan.global_batch // (parallel.microbatches or 1)
+    shares = zip(allotted(speeds, count), speeds, strict=True)
+    slowest_s = max(plan.global_batch * number / count / speed for number, speed in shares)
+    if slowest_s > SHORTER * max(times_s):
+        return []
+    fast, slow, better = (units.show(x, "s") for x in (min(times_s), max(times_s), slowest_s))
+    return [
+        f"shares      equal, and islands take {fast} to {slow} for theirs: parallel.shares=speed may",
+        f"            take about {better}",
+    ]
 
 
 def _on_hosts(job: Job) -> list[str]:

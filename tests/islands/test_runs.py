@@ -26,6 +26,7 @@ from holmesjax.planner.planner import make_plan
 from holmesjax.report import history, page
 from holmesjax.runtime.prefetch import Step, Validation
 from holmesjax.training_setup import read_batches
+from holmesjax.units import show
 from launch.__main__ import main
 from tests.clusters import make_cluster, make_config, make_topology
 from tests.diloco import diloco
@@ -79,7 +80,9 @@ def test_unlike_parts_of_a_batch_weigh_as_much_as_they_have_tokens(tmp_path):
     islands = trainer(tmp_path / "islands", **{**sgd, **ISLANDS, **plain_rule, **shares})
     assert [island.global_batch for island in islands.job.plan.islands] == [10, 6]
     words = "islands take 10, 6 of 16 sequences"
-    assert f"  shares    {words}, and" in "\n".join(job_description.describe(islands.job))
+    told = ["\n".join(job_description.describe(run.job)) for run in (plain, islands)]
+    assert f"  shares    {words}, and" in told[1]
+    assert not [text for text in told if "parallel.shares=speed" in text]
     for run in (plain, islands):
         run.run()
         assert (words in page._facts(run.job.plan, history.History(run.history))) == (
@@ -326,6 +329,13 @@ def test_the_plan_says_islands_bytes_and_seconds():
     assert Plan.from_yaml(plan.to_yaml()) == Plan.from_json(plan.to_json()) == plan
     assert [stage.devices for stage in plan.stages] == [(0,), (1,)]
     text = "\n".join(job_description.describe(planned))
+    assert "parallel.shares=speed" not in text
+    fast, slow = plan.islands
+    unlike = dataclasses.replace(slow, step_time_s=3 * fast.step_time_s)
+    uneven = dataclasses.replace(plan, islands=(fast, unlike))
+    told = "\n".join(job_description.describe(dataclasses.replace(planned, plan=uneven)))
+    best_s = fast.step_time_s * max(0.75 / 0.5, 3 * 0.25 / 0.5)  # of the batch, which is 16
+    assert f"            take about {show(best_s, 's')}" in told
     for words in ("2 islands, which train on their own and meet every 2 steps", "  meeting   isl"):
         assert words in text
     link = planned.topology.boundary_link("ib-0", "roce-0")
