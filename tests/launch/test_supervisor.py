@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from unittest import mock
 
 import pytest
