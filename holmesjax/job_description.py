@@ -74,8 +74,8 @@ def _equal_shares(job: Job) -> list[str]:
         return []
     fast, slow, better = (units.show(x, "s") for x in (min(times_s), max(times_s), slowest_s))
     return [
-        f"shares      equal, and islands take {fast} to {slow} for theirs: parallel.shares=speed may",
-        f"            take about {better}",
+        f"shares      equal, and islands take {fast} to {slow} for theirs:",
+        f"            parallel.shares=speed may take about {better}",
     ]
 
 
