@@ -335,7 +335,7 @@ def test_the_plan_says_islands_bytes_and_seconds():
     uneven = dataclasses.replace(plan, islands=(fast, unlike))
     told = "\n".join(job_description.describe(dataclasses.replace(planned, plan=uneven)))
     best_s = fast.step_time_s * max(0.75 / 0.5, 3 * 0.25 / 0.5)  # of the batch, which is 16
-    assert f"            take about {show(best_s, 's')}" in told
+    assert f"            parallel.shares=speed may take about {show(best_s, 's')}" in told
     for words in ("2 islands, which train on their own and meet every 2 steps", "  meeting   isl"):
         assert words in text
     link = planned.topology.boundary_link("ib-0", "roce-0")
