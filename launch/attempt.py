@@ -146,8 +146,7 @@ class Attempt:
         self._mirror = mirror.of(self._job.run_dir, say)
         self._retention(say).after_start()
         self._logs = ProcessLogs(self._job.run_dir, processes, lease.move)
-        shares = self._job.plan.batch_shares
-        self._progress = Progress(self._config, self._job.config.train, shares)
+        self._progress = self._open_progress()
         self._data: dict[str, str] = {}  # digests, once all agree: before there is any commit
         with ExitStack() as stack:
             self._hub = self._open_hub()
@@ -180,16 +179,20 @@ class Attempt:
             self._opened = stack.pop_all()
         self._agreement = DataAgreement(processes, self._controller.send)
         self._meetings = Agreement(self._job.plan.island_of)
-        self.diagnosis = FailureDiagnosis(
-            processes,
+        self.diagnosis = self._diagnosis_with(advice)
+
+    def _diagnosis_with(self, advice: str) -> FailureDiagnosis:
+        """Says why the job ends before it is done."""
+        return FailureDiagnosis(
+            self._processes,
             self._controller,
             self._logs,
-            stops=stops,
+            stops=self._stops,
             loop_watch=self._loop_watch,
-            sees_exits=launcher.sees_exits,
+            sees_exits=self._launcher.sees_exits,
             silence_s=self._config.silence_s,
             advice=advice,
-            say=print_line,
+            say=self._recorder.console.print,
         )
 
     def _open_hub(self) -> StoreHub:
@@ -223,6 +226,10 @@ class Attempt:
             checkpoint=self.start.checkpoint,
             relay=RelayPlace.of_setting(self._config.relay),
         )
+
+    def _open_progress(self) -> Progress:
+        """Notes what the processes do."""
+        return Progress(self._config, self._job.config.train, self._job.plan.batch_shares)
 
     def _open_recorder(self) -> Recorder:
         return Recorder(

@@ -27,7 +27,7 @@ from holmesjax.islands.mailbox_records import ROUNDS, DamagedObjectError, Island
 from holmesjax.islands.mailbox_seat import ALONE, JobProgress, MailboxSeat, Rules
 from holmesjax.islands.merge_duty import KEPT_ROUNDS, MergeDuty
 from holmesjax.islands.round_merging import DamagedSentError, ScratchError, weights_of
-from holmesjax.islands.sending import MakeArrays, Sending
+from holmesjax.islands.sending import Letters, MakeArrays
 from holmesjax.islands.sent_parts import SentParts
 
 CLOSE_S = 10.0  # for what is under way, at the end
@@ -94,7 +94,7 @@ class Mailbox:
         place.advance = self._moved
         self.lease = IslandLease(place, seat.order, seat.name, seat.session, rules.lease_s, clock)
         self.sent = SentParts(place, seat.order, self.lease, self._say_damaged)
-        self.sending = Sending(place, seat, self.lease, scratch)
+        self.sending = Letters(place, seat, self.lease, scratch)
         self._weights = GlobalWeights(place, seat, rules.outer, scratch, say, clock)
         self._merging = MergeDuty(
             place,

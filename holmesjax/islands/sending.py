@@ -28,7 +28,7 @@ class _Letter(NamedTuple):
     session: str
 
 
-class Sending:
+class Letters:
     """The letters of a process: its weights for rounds. Each is sent once, unless it is damaged.
 
     Args:

@@ -85,9 +85,9 @@ def test_of_a_start_that_makes_no_progress_the_one_that_stands_still_is_named(
 class SlowSigns(Progress):
     """Each sign of progress comes after most of the limit; `now_s` is what the clock shows."""
 
-    def __init__(self, config, train):
+    def __init__(self, config, train, shares):
         self.now_s, self._between_s = 0.0, 0.75 * config.start_timeout_s
-        super().__init__(config, train, lambda: self.now_s)
+        super().__init__(config, train, shares, lambda: self.now_s)
 
     def _note(self):
         self.now_s += self._between_s
