@@ -137,6 +137,7 @@ class Attempt:
         self._loop_watch = LoopWatch(limit_s, setting, lease.release)
         self.has_trained = False  # a step
         self.up: set[int] = set()  # processes
+        self.committed = start.step  # the newest checkpoint
         self.done: dict[int, int] = {}  # process -> steps
         self.exited: dict[int, int] = {}  # process -> status
         self.output: deque[tuple[float, str]] = deque()  # when it came, and the line
@@ -172,7 +173,7 @@ class Attempt:
                     hub=self._hub,
                     retention=self._retention(print_line),
                     data=self._data,
-                    committed=(self._hub.committed, self._scrub.committed),
+                    committed=(self._note_commit, self._hub.committed, self._scrub.committed),
                     say=print_line,
                 )
             )
@@ -334,6 +335,9 @@ class Attempt:
         before, limit_s = self._stops.count, self._leave_by_s - time.monotonic()
         if line := self._recorder.write_report(limit_s, lambda: self._stops.count > before):
             say(line)
+
+    def _note_commit(self, step: int) -> None:
+        self.committed = step
 
     def _retention(self, tell: Callable[[str], None]) -> Retention:
         """Removes the checkpoints that need not stay."""

@@ -178,7 +178,9 @@ class Supervisor:
 
     def _recorded_attempt(self, owner: Lease, restart: int, restarts: Restarts, step: int) -> int:
         owner.guard(restarts.begin)(step)
-        self._has_worked |= bool(self._attempt and self._attempt.has_trained)
+        if self._attempt:
+            self._has_worked |= self._attempt.has_trained
+            owner.guard(committed.repair)(self._job.run_dir, self._attempt.committed)
         self._attempt = None
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:

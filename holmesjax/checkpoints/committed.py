@@ -60,6 +60,15 @@ def adopt(run_dir: str | Path, step: int | None) -> None:
             note(run_dir, step)
 
 
+def repair(run_dir: str | Path, step: int) -> None:
+    """Writes the record anew where it cannot be read, for the launcher that has written it."""
+    try:
+        read(run_dir)
+    except CheckpointError:
+        with contextlib.suppress(OSError):  # whoever reads it says what is wrong
+            note(run_dir, step)
+
+
 def lost(run_dir: str | Path, step: int, newest: int | None) -> CheckpointError:
     """The error of a run whose checkpoint after `step` is gone; `newest` is the newest there is."""
     there = "no checkpoint" if newest is None else f"step {newest} is the newest checkpoint"

@@ -83,8 +83,18 @@ def test_a_spike_ends_a_job_that_a_scheduler_starts_again(tmp_path):
     assert [part.sequences for part in skipped_data.read(tmp_path / "run")] == [16]
 
 
-def test_what_one_process_alone_cannot_read_is_no_damage(tmp_path, no_pause, capsys):
-    """Another reads it, and all start again from the same checkpoint; it counts as a restart."""
+def test_what_one_process_alone_cannot_read_is_no_damage(tmp_path, no_pause, monkeypatch, capsys):
+    """Another reads it, and all start again from the same checkpoint; it counts as a restart.
+
+    So does a record that somebody has cut: the launcher knows what it has written there.
+    """
+    end, record_of_commits = Restarts.end, tmp_path / "run" / committed.RECORD
+
+    def end_and_cut(*arguments, **options):
+        end(*arguments, **options)
+        record_of_commits.write_text("{")
+
+    monkeypatch.setattr(Restarts, "end", end_and_cut)
     where = manifest.folder_of(tmp_path / "run", 2) / manifest.part_name(0)
     unreadable = {**MISTAKE, "where": str(where), "damaged": True}
     second = {0: [told(unreadable, 2), ["exit", 2]]}
