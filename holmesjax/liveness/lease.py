@@ -291,13 +291,14 @@ class Lease:
                 if found is None:  # perhaps renamed by mistake
                     time.sleep(SETTLE_S)
                     found = lease_record.read(self._path)
+                is_back = found is None and self._put_back()
             except OSError as error:
                 if _now_s() > self._renewed_s + TERM_S:
                     problem = f"could not renew its lease for {TERM_S:g} s"
                     fix = "see that its file system is there; then start it again"
                     self._lose(problem, error, kind=UnseenLeaseError, fix=fix)
                 return
-            if found is None and self._put_back():
+            if is_back:
                 self._renewed_s = _now_s()
             elif found is None:
                 self._lose("has lost its lease", f"no {FILE}")
@@ -310,6 +311,8 @@ class Lease:
         """Makes the lease anew where it was deleted; returns false if the folder may be another's.
 
         A link succeeds for one process alone, so it is this one's or that of whoever was faster.
+
+        Raises OSError where that cannot be seen, or be written, now.
         """
         own = lease_record.beside(self._path, self._record["token"])
         try:
@@ -331,7 +334,7 @@ class Lease:
             finally:
                 os.close(file)
                 own.unlink(missing_ok=True)
-        except OSError:
+        except (FileExistsError, FileNotFoundError):  # another's lease; the folder is gone
             return False
         self._tell_of_return(self._path)
         return True

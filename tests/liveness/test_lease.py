@@ -236,9 +236,18 @@ def test_a_lease_that_is_lost_is_told_once_and_nothing_is_touched(tmp_path, quic
         assert (tmp_path / FILE).read_bytes() == content
 
 
-def test_a_deleted_lease_comes_back_and_is_held_on(tmp_path, quick):
-    told, said = [], []
+def test_a_deleted_lease_comes_back_and_is_held_on(tmp_path, monkeypatch, quick):
+    """Whoever has deleted it needed room: there is none at first."""
+    told, said, failed, link = [], [], [], os.link
+
+    def link_late(*names):
+        if len(failed) < 3:
+            failed.append(names)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        link(*names)
+
     with Lease(tmp_path, on_loss=told.append, say=said.append) as held:
+        monkeypatch.setattr(os, "link", link_late)
         check = lease.fence(tmp_path, held.epoch)
         for name in (FILE, EPOCH, FILE):
             (tmp_path / name).unlink()
