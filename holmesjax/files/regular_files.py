@@ -38,9 +38,12 @@ def open_file(path: str | Path, mode: str = "rb", *, buffering: int = -1) -> Bin
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The bytes of a regular file. Raises OSError."""
-    with open_file(path) as file:
-        return file.read()
+    """The bytes of a regular file. Raises OSError with this path."""
+    try:
+        with open_file(path) as file:
+            return file.read()
+    except OSError as error:  # of a file that is open, it names none
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_text(path: str | Path) -> str:

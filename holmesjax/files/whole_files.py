@@ -75,10 +75,15 @@ def write_whole(path: Path, content: str | bytes, *, replaces: bool = True) -> N
 
 
 def sync(path: Path) -> None:
-    """Puts the content of a file, or the names in a folder, on the disk. Raises OSError."""
+    """Puts the content of a file, or the names in a folder, on the disk.
+
+    Raises OSError with this path.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # which names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 

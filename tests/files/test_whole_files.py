@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.files import regular_files
+from holmesjax.files import regular_files, whole_files
 from holmesjax.files.whole_files import write_whole
 
 KILLED_BEFORE = """
@@ -63,3 +63,18 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
             with pytest.raises(OSError, match=r"directory|and no file") as refused:
                 regular_files.open_file(path, mode)
             assert (refused.value.errno, refused.value.filename) == (number, str(path)), mode
+
+
+def test_errors_of_open_files_name_them(tmp_path, monkeypatch):
+    """The system names only what it opens."""
+    with pytest.raises(OSError, match="Input/output") as error:
+        regular_files.read_bytes("/proc/self/mem")
+    assert error.value.filename == "/proc/self/mem"
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output") as error:
+        whole_files.sync(tmp_path)
+    assert error.value.filename == str(tmp_path)
