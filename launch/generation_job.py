@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import newest_whole
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.distributed.controller import Controller
 from holmesjax.distributed.messages import (
@@ -64,7 +64,7 @@ class GenerationJob:
     def checkpoint(self, known: Mapping[Path, DamagedError]) -> Checkpoint:
         """The newest whole checkpoint, but for those that are known to be damaged."""
         run_dir = self._job.run_dir
-        if found := manifest.newest(run_dir, self._warn, known=known):
+        if found := newest_whole.find(run_dir, self._warn, known=known):
             return found
         fix = f"train it first: python -m launch train {run_dir}"
         raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from holmesjax import job_description, job_files
-from holmesjax.checkpoints import committed, manifest, mirror, resume, second_reading
+from holmesjax.checkpoints import committed, manifest, mirror, newest_whole, resume, second_reading
 from holmesjax.errors import (
     ConfigError,
     CrashError,
@@ -261,7 +261,9 @@ class Supervisor:
             )
         return self._attempt.run()
 
-    def _find(self, owner: Lease, known: manifest.Damaged = MappingProxyType({})) -> resume.Start:
+    def _find(
+        self, owner: Lease, known: newest_whole.Damaged = MappingProxyType({})
+    ) -> resume.Start:
         """Finds where the job goes on (`resume.find`), and may fetch what another store has."""
         with self._stops.at_once():
             return resume.find(

@@ -3,13 +3,12 @@
     checkpoints/step_00000100/part_0/     what stage 0 wrote
                               part_1/     what stage 1 wrote
                               manifest.json
-                step_00000200.damaged/        found damaged by two processes: set aside
 
-The manifest says which part holds which array, with its dtype, shape and digest (`digests`), which
-store has a part that is not in the launcher's folder (`stores`), and
-has the size of every file, and the SHA-256 of those that are not the arrays themselves. It is
-written last: a folder without one is no checkpoint. Orbax restores a flipped payload bit without an
-error. So a reader of arrays compares their digests (`reading`). This module verifies all else.
+The manifest says which part holds which array, with its dtype, shape and digest (`digests`), and
+which store has a part that is not in the launcher's folder (`stores`). It has the size of every
+file, and the SHA-256 of those that are not the arrays themselves. It is written last: a folder
+without one is no checkpoint. Orbax restores a flipped payload bit without an error. So a reader of
+arrays compares their digests (`reading`). This module verifies all else.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,16 +28,7 @@ from typing import Any
 
 from pydantic import StrictInt, TypeAdapter, ValidationError
 
-from holmesjax.checkpoints import committed
-from holmesjax.errors import (
-    FINAL,
-    CheckpointError,
-    DamagedError,
-    GoneError,
-    HolmesError,
-    PeerError,
-    raise_if_passing,
-)
+from holmesjax.errors import FINAL, CheckpointError, DamagedError, HolmesError, PeerError
 from holmesjax.files import json_text, places, regular_files
 from holmesjax.files.whole_files import write_whole
 
@@ -60,8 +49,6 @@ WITHHELD = (
 SEEN_S = 75.0
 
 Files = dict[str, dict[str, Any]]  # name in the checkpoint -> its "bytes" and "sha256", or None
-Damaged = Mapping[Path, DamagedError]  # checkpoints whose arrays were found damaged, and how
-Move = Callable[[Path, Path], None]  # renames what the owner of a run takes away (`Lease.move`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +98,12 @@ def find(run_dir: str | Path) -> list[Checkpoint]:
 
     Raises CheckpointError if its folders may not be read, PeerError if they cannot be read now.
     """
-    with _told(run_dir):
+    with telling(run_dir):
         return [_read(path) for _, path in reversed(finished(run_dir))]
 
 
 @contextlib.contextmanager
-def _told(run_dir: str | Path) -> Iterator[None]:
+def telling(run_dir: str | Path) -> Iterator[None]:
     """Tells what a file system gives: "no checkpoint" would begin the run anew."""
     try:
         yield
@@ -170,8 +157,8 @@ def wait_for(run_dir: str | Path, step: int) -> Checkpoint:
     Raises PeerError where it is not to be seen here within `SEEN_S`.
     """
     path = folder_of(run_dir, step)
-    with _told(run_dir):
-        if _appears(run_dir, step):
+    with telling(run_dir):
+        if appears(run_dir, step):
             return at(path)
         names = listed(path.parent)
     raise PeerError(
@@ -182,7 +169,7 @@ def wait_for(run_dir: str | Path, step: int) -> Checkpoint:
     )
 
 
-def _appears(run_dir: str | Path, step: int, pause: Callable[[float], object] = time.sleep) -> bool:
+def appears(run_dir: str | Path, step: int, pause: Callable[[float], object] = time.sleep) -> bool:
     """Whether the checkpoint after a step is there; waits for it up to `SEEN_S`."""
     deadline_s, pause_s = time.monotonic() + SEEN_S, 0.1
     while step not in dict(finished(run_dir)):
@@ -195,7 +182,7 @@ def _appears(run_dir: str | Path, step: int, pause: Callable[[float], object] = 
 
 def newest_step(run_dir: str | Path) -> int:
     """The step of the newest checkpoint, whole or not; 0 without one. Raises as `find` does."""
-    with _told(run_dir):
+    with telling(run_dir):
         return max(dict(finished(run_dir)), default=0)
 
 
@@ -293,7 +280,7 @@ def verify(checkpoint: Checkpoint) -> None:
         problem = f"is damaged: {SHOWN[what]} should be {files[name][what]}"
         return damaged(checkpoint, name, problem, found[what])
 
-    with _told(checkpoint.path), ThreadPoolExecutor(THREADS) as pool:
+    with telling(checkpoint.path), ThreadPoolExecutor(THREADS) as pool:
         for error in filter(None, pool.map(check, files)):
             raise error
 
@@ -312,128 +299,6 @@ def damaged(checkpoint: Checkpoint, name: str, problem: str, found: object) -> D
     """An error that says what is wrong with one file of a checkpoint, or all of it."""
     fix = f"copy {checkpoint.path} back from elsewhere"
     return DamagedError(str(checkpoint.path / name), problem, found=found, fix=fix)
-
-
-def newest(
-    run_dir: str | Path,
-    warn: Callable[[str], None],
-    *,
-    move: Move | None = None,
-    known: Damaged = MappingProxyType({}),
-    check: Callable[[], object] = lambda: None,
-    confirm: Callable[[Checkpoint, DamagedError], None] = lambda checkpoint, error: None,
-    pause: Callable[[float], object] = time.sleep,
-    fetches: bool = False,
-    has_partner: bool = False,
-) -> Checkpoint | None:
-    """The newest checkpoint that is whole, as far as is seen without reading arrays.
-
-    Warns where a newer one is damaged.
-
-    Args:
-      known: what was found when arrays were read, and was confirmed.
-      move: the owner of the run gives it, and nobody else. Damaged checkpoints are then renamed, so
-        that they count no more, and the newest that is known must be there (`committed`).
-      check: called before anything is written; raises where the run is another's by now.
-      confirm: returns if another process finds damage, too (`second_reading`).
-      pause: waits for some seconds; what it raises ends a wait of a minute.
-      fetches: whether parts may be in other stores, which processes then fetch.
-      has_partner: whether that may be the memory of a partner, so that only the damaged part of a
-        checkpoint is set aside.
-
-    Raises CheckpointError if all are damaged, or the newest is gone; nothing is renamed.
-    """
-    if move:
-        _refuse_lost(run_dir, warn, pause)
-    bad: list[tuple[Checkpoint, DamagedError]] = []
-    left, mended = find(run_dir), set[Path]()
-    while left:
-        candidate = left[0]
-        try:
-            if candidate.path in known and candidate.path not in mended:
-                raise known[candidate.path]
-            verify(candidate)
-            if not fetches:
-                refuse_elsewhere(candidate)
-        except DamagedError as error:
-            if move and candidate.path not in known:
-                warn(f"{error.where}: {error.problem}; another process reads it once more")
-                confirm(candidate, error)
-            part = damaged_part(candidate, error)
-            may_be_there = has_partner and part in candidate.manifest.get("stores", {})
-            if not (move and part and may_be_there) or isinstance(error, GoneError):
-                bad.append((candidate, error))
-                left.pop(0)
-                continue
-            set_part_aside(candidate, part, move)
-            mended.add(candidate.path)  # and is looked at again: another part may be damaged, too
-            warn(f"warning: {error.where}: {error.problem}; a partner may have it in memory")
-            continue
-        if move:
-            check()
-            _note(run_dir, candidate.step)
-        for other, why in bad:
-            lines = [f"warning: {why.where}: {why.problem}", f"  found: {why.found}"]
-            if move:
-                lines.append(f"  it is set aside as {_set_aside(other.path, move)}")
-            lines.append(f"  the checkpoint after step {candidate.step} is used instead")
-            warn("\n".join(lines))
-        return candidate
-    if bad:
-        why = bad[0][1]
-        fix = f"{why.fix}; no other is whole: to begin anew, use another run.dir"
-        raise CheckpointError(why.where, why.problem, found=why.found, fix=fix)
-    return None
-
-
-def _refuse_lost(
-    run_dir: str | Path, warn: Callable[[str], None], pause: Callable[[float], object]
-) -> None:
-    """Raises CheckpointError if no checkpoint is as new as the newest that was committed."""
-    step = committed.read(run_dir)
-    with _told(run_dir):
-        newest_step = max(dict(finished(run_dir)), default=-1)
-        if step is None or newest_step >= step:
-            return
-        warn(f"waiting up to {SEEN_S:g} s for the checkpoint after step {step} to be seen here")
-        if not _appears(run_dir, step, pause):
-            raise committed.lost(run_dir, step, newest_step if newest_step >= 0 else None)
-
-
-def _note(run_dir: str | Path, step: int) -> None:
-    """Writes down where the run goes on, before newer checkpoints are set aside."""
-    try:
-        if committed.read(run_dir) != step:
-            committed.note(run_dir, step)
-    except OSError as error:
-        raise_if_passing(error)
-        path = str(Path(run_dir) / committed.RECORD)
-        fix = "make the run folder writable, or free its disk"
-        raise CheckpointError(path, "cannot be written", found=error.strerror, fix=fix) from None
-
-
-def _set_aside(path: Path, move: Move) -> Path:
-    """Renames the folder of a checkpoint so that nothing takes it for one."""
-    number, target = 1, path.with_name(f"{path.name}.damaged")
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}.{number}.damaged")
-    with _renaming(path):
-        move(path, target)
-    return target
-
-
-@contextlib.contextmanager
-def _renaming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise_if_passing(error)
-        problem = "is damaged, and cannot be renamed to set it aside"
-        fix = "make the run folder writable"
-        raise CheckpointError(str(path), problem, found=error.strerror, fix=fix) from None
 
 
 def folder_of(run_dir: str | Path, step: int) -> Path:
@@ -458,15 +323,6 @@ def damaged_part(checkpoint: Checkpoint, error: DamagedError) -> str | None:
     _, found, rest = error.where.rpartition(f"/{FOLDER}/{checkpoint.path.name}/")
     name = part_of(rest)
     return name if found and name.startswith(PART) else None
-
-
-def set_part_aside(checkpoint: Checkpoint, part: str, move: Move = os.rename) -> None:
-    """Renames a part that is damaged here, so that it is fetched from where it is whole."""
-    path = checkpoint.path / part
-    target = path.with_name(f"{part}.{secrets.token_hex(4)}.damaged")
-    # Another process may have done it, or the part is not here.
-    with contextlib.suppress(FileNotFoundError), _renaming(path):
-        move(path, target)
 
 
 def begin(run_dir: str | Path, step: int) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from holmesjax.checkpoints import island_states, manifest, second_reading, skipped_data
+from holmesjax.checkpoints import island_states, newest_whole, second_reading, skipped_data
 from holmesjax.checkpoints.changed_settings import Change, changes_since, show
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.skipped_data import Skipped
@@ -214,7 +214,7 @@ def find(
     job: Job,
     allow: str | Iterable[str],
     warn: Callable[[str], None],
-    known: manifest.Damaged = MappingProxyType({}),
+    known: newest_whole.Damaged = MappingProxyType({}),
     *,
     owner: Lease | None = None,
     pause: Callable[[float], object] = time.sleep,
@@ -225,8 +225,8 @@ def find(
     Args:
       allow: what `--allow` said, each time.
       warn: takes what is wrong with newer checkpoints.
-      known: for `manifest.newest`.
-      pause, fetches: for `manifest.newest`.
+      known: for `newest_whole.find`.
+      pause, fetches: for `newest_whole.find`.
       owner: of the run; without it nothing is renamed or refused for what is gone.
 
     Raises:
@@ -236,7 +236,7 @@ def find(
       ConfigError: `allow` names what needs no permission.
     """
     check = owner.check if owner else lambda: None
-    checkpoint = manifest.newest(
+    checkpoint = newest_whole.find(
         job.run_dir,
         warn,
         move=owner.move if owner else None,
@@ -286,12 +286,12 @@ def roll_back(
 
     Args:
       owner: of the run.
-      pause: for `manifest.newest`.
+      pause: for `newest_whole.find`.
 
     Raises FatalError where the run has gone back there too often.
     """
     confirm = functools.partial(second_reading.confirm, pause=pause, say=say)
-    checkpoint = manifest.newest(
+    checkpoint = newest_whole.find(
         job.run_dir,
         say,
         move=owner.move,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from holmesjax.checkpoints import committed, manifest, stores
-from holmesjax.checkpoints.manifest import Move
 from holmesjax.checkpoints.mirror import Mirror
+from holmesjax.checkpoints.setting_aside import Move
 from holmesjax.config import CheckpointConfig
 from holmesjax.files import json_text
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from holmesjax.checkpoints import fetching, manifest, stores
+from holmesjax.checkpoints import fetching, manifest, setting_aside, stores
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.scrub import Scrub
@@ -264,7 +264,7 @@ class OwnStore:
         part = manifest.damaged_part(checkpoint, error)
         if part is None:
             return error
-        manifest.set_part_aside(checkpoint, part)
+        setting_aside.set_part_aside(checkpoint, part)
         if part in fetching.uploads_of(checkpoint):
             return error
         fix = (

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import fetching, manifest
+from holmesjax.checkpoints import fetching, newest_whole
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import BYTES, ModelConfig, unread_settings
 from holmesjax.config.rotary import switch_length
@@ -108,7 +108,7 @@ class Sampler:
         jobs.load_config(run_dir)
         known: dict[Path, DamagedError] = {}
         while True:
-            found = manifest.newest(run_dir, warn, known=known, fetches=True)
+            found = newest_whole.find(run_dir, warn, known=known, fetches=True)
             if found is None:
                 fix = f"train it first: python -m launch train {run_dir}"
                 raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from holmesjax import job as jobs, units
-from holmesjax.checkpoints import fetching, manifest
+from holmesjax.checkpoints import fetching, manifest, newest_whole
 from holmesjax.checkpoints.manifest import Checkpoint
 from holmesjax.config import BYTES, ModelConfig, unread_settings
 from holmesjax.config.data_sources import SOURCES
@@ -130,7 +130,7 @@ def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
     """The checkpoint after a step, or the newest that is whole."""
     if step is None:
         warn = lambda text: print(text, flush=True)
-        if newest := manifest.newest(run_dir, warn, fetches=True):
+        if newest := newest_whole.find(run_dir, warn, fetches=True):
             return newest
         fix = f"train it first: python -m launch train {run_dir}"
         raise CheckpointError(str(run_dir), "has no checkpoint", found="none", fix=fix)

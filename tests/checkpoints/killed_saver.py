@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import newest_whole
 from tests.checkpoints.forked_process import fork_for_each_line
 from tests.hand_made_plans import hand_made_plan, make_chunks
 from tests.written_checkpoints import SMALL, write_states
@@ -23,7 +23,7 @@ from tests.written_checkpoints import SMALL, write_states
 def save_for_ever(run_dir: Path, told: Path, begun: int) -> None:
     """Saves after each step from the newest checkpoint on; writes its id to `begun`."""
     chunks = make_chunks(SMALL, hand_made_plan((SMALL.num_layers,), 1, 1))
-    found = manifest.newest(run_dir, print, move=Path.rename)
+    found = newest_whole.find(run_dir, print, move=Path.rename)
     first = found.step + 1 if found else 1
 
     def steps() -> Iterator[int]:

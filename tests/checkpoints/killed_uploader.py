@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from holmesjax.checkpoints import committed, manifest, mirror, stores
+from holmesjax.checkpoints import committed, manifest, mirror, newest_whole, stores
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from tests.checkpoints.forked_process import fork_for_each_line
@@ -33,7 +33,7 @@ def save_for_ever(url: str, begun: int) -> None:
     folder = places.folder_of(url)
     with Lease(folder) as lease:
         mirror.open_run(url, lease, lambda line: None)
-        found = manifest.newest(folder, print, move=lease.move, fetches=True)
+        found = newest_whole.find(folder, print, move=lease.move, fetches=True)
         copy = mirror.of(folder)
         assert copy
         copy.begin(stores.start_name(stores.identifier(folder), lease.epoch))

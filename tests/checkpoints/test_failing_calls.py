@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest, scrub, second_reading
+from holmesjax.checkpoints import committed, manifest, newest_whole, scrub, second_reading
 from holmesjax.checkpoints.committing import Saves
 from holmesjax.checkpoints.retention import Retention
 from holmesjax.config import CheckpointConfig
@@ -55,7 +55,7 @@ class Run:
     def resume(self):
         """The step from which the run goes on."""
         try:
-            found = manifest.newest(
+            found = newest_whole.find(
                 self.folder, self.lines.append, move=Path.rename, confirm=confirms
             )
         finally:
@@ -261,7 +261,7 @@ def test_a_name_that_was_not_there_is_asked_for_again(tmp_path, monkeypatch):
     assert manifest.wait_for(tmp_path, 20).step == 20
     assert len(looks) == 5
     looks.clear()
-    assert manifest.newest(tmp_path, run.lines.append, move=Path.rename).step == 20
+    assert newest_whole.find(tmp_path, run.lines.append, move=Path.rename).step == 20
     monkeypatch.setattr(manifest, "SEEN_S", 0.2)
     looks.clear()
     with pytest.raises(PeerError, match="is not to be seen from this host"):
@@ -279,7 +279,7 @@ def test_a_run_that_has_lost_its_newest_checkpoint_is_refused(tmp_path, left, mo
     for _ in range(2):
         with pytest.raises(CheckpointError, match="had a checkpoint after step 20") as error:
             run.resume()
-    assert manifest.newest(tmp_path, print) or not left  # a reader takes what there is
+    assert newest_whole.find(tmp_path, print) or not left  # a reader takes what there is
     assert ("to go on from step 10" if left else "to begin anew") in error.value.fix
     (tmp_path / committed.RECORD).unlink()
     assert run.resume() == (10 if left else None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holmesjax.checkpoints import fetching, manifest, mirror, reading
+from holmesjax.checkpoints import fetching, manifest, mirror, newest_whole, reading
 from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from tests.checkpoints import killed_uploader
@@ -36,7 +36,7 @@ def test_a_killed_save_never_costs_the_newest_checkpoint(tmp_path, num_kills, ca
             kill_soon(server, pid, clock)
             known = max(map(int, told.read_text().split()))
             unfinished += len(manifest.folders(run_dir)) > len(manifest.finished(run_dir))
-            found = manifest.newest(run_dir, pytest.fail)  # as a start: a warning says of damage
+            found = newest_whole.find(run_dir, pytest.fail)  # as a start: a warning says of damage
             assert found is not None
             assert found.step >= max(known, newest)
             reading.verify_arrays(found, "part_0")
@@ -75,7 +75,7 @@ def restored(url):
     folder = places.folder_of(url)
     with Lease(folder) as lease:
         mirror.open_run(url, lease, lambda line: None)
-        found = manifest.newest(folder, pytest.fail, move=lease.move, fetches=True)
+        found = newest_whole.find(folder, pytest.fail, move=lease.move, fetches=True)
         fetching.fetch(folder, found, ["part_0", "part_1"], None, lambda: None, lambda line: None)
     for file in killed_uploader.FILES:
         assert (found.path / file).read_bytes() == killed_uploader.content_of(file, found.step)

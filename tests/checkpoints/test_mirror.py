@@ -18,7 +18,15 @@ import pytest
 import s3fs
 import urllib3
 
-from holmesjax.checkpoints import committed, fetching, manifest, mirror, second_reading, stores
+from holmesjax.checkpoints import (
+    committed,
+    fetching,
+    manifest,
+    mirror,
+    newest_whole,
+    second_reading,
+    stores,
+)
 from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.checkpoints.stores import PIECE_BYTES
 from holmesjax.data import object_stores
@@ -138,7 +146,7 @@ def test_a_save_that_is_killed_leaves_the_newest_complete_one(machine, until):
         again = start(there, url, epoch=2)
         assert manifest.find(there)[0].step == newest, name
         fetch(there, newest)
-        assert manifest.newest(there, print, fetches=True).step == newest
+        assert newest_whole.find(there, print, fetches=True).step == newest
     save(there, again, 3)  # it goes on where it was cut
     if newest == 1:
         save(there, again, 2)
@@ -188,7 +196,7 @@ def test_a_gathered_checkpoint_is_trained_on_from_its_url(machine):
     gather._write_all(object_stores.path_of(gathered), here, checkpoint, read)
     new = places.folder_of(gathered)
     start(new, gathered)
-    assert manifest.newest(new, pytest.fail, fetches=True).step == 1
+    assert newest_whole.find(new, pytest.fail, fetches=True).step == 1
     fetch(new, 1)
 
 
@@ -209,14 +217,14 @@ def test_what_is_damaged_here_alone_is_brought_again_from_the_url(machine, monke
         away.setattr(fetching, "RETRY_S", 0.0)
         away.setattr(Mirror, "read_piece", is_away)
         with pytest.raises(PeerError, match="cannot be fetched"):
-            manifest.newest(here, said.append, move=lease.move, confirm=confirm)
+            newest_whole.find(here, said.append, move=lease.move, confirm=confirm)
     assert (checkpoint.path / "part_0/_METADATA").exists()  # it may be all that there is
     with Lease(here) as lease, pytest.raises(PeerError, match="has read it as it was written"):
-        manifest.newest(here, said.append, move=lease.move, confirm=confirm)
+        newest_whole.find(here, said.append, move=lease.move, confirm=confirm)
     manifest.verify(checkpoint)
     (checkpoint.path / manifest.MANIFEST).write_text("{}")
     start(here, url, epoch=2)
-    assert manifest.newest(here, pytest.fail).step == 2
+    assert newest_whole.find(here, pytest.fail).step == 2
 
 
 def test_a_late_upload_of_a_stale_start_leaves_its_successors_parts_as_they_are(machine):
@@ -546,7 +554,7 @@ def test_a_run_is_in_a_store_before_it_counts_and_goes_on_without_its_folder(
     losses = lambda records: [record["loss"] for record in records]
     assert losses(again.history) == losses(first) == losses(undisturbed)
     shutil.rmtree(folder)  # a third machine, which only reads
-    found = manifest.newest(mirror.bring(url, said.write), said.write, fetches=True)
+    found = newest_whole.find(mirror.bring(url, said.write), said.write, fetches=True)
     assert manifest.elsewhere(found)
     fetching.bring_of_url(found, said.write)
     assert not manifest.elsewhere(found)

@@ -17,7 +17,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from holmesjax.checkpoints import manifest, reading, restoring, second_reading, writing
+from holmesjax.checkpoints import (
+    manifest,
+    newest_whole,
+    reading,
+    restoring,
+    second_reading,
+    writing,
+)
 from holmesjax.config import ExpertsConfig, LoraConfig
 from holmesjax.errors import CheckpointError, DamagedError, PeerError
 from holmesjax.runtime.chunk import ChunkState
@@ -377,7 +384,7 @@ def test_arrays_that_are_withheld_are_no_damage(tmp_path, monkeypatch, number, k
 def resume(run_dir, **how):
     """The step from which a run goes on, and what is said."""
     said = []
-    found = manifest.newest(run_dir, said.append, **{"move": Path.rename, **how})
+    found = newest_whole.find(run_dir, said.append, **{"move": Path.rename, **how})
     if how.get("move", True):
         retention(run_dir).after_start()
     return found and found.step, "\n".join(said)

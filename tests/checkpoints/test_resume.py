@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holmesjax import job as jobs, job_files
-from holmesjax.checkpoints import changed_settings, committing, manifest, resume
+from holmesjax.checkpoints import changed_settings, committing, manifest, newest_whole, resume
 from holmesjax.errors import REQUEUE, CheckpointError, ConfigError, LostDataError
 from holmesjax.hosts import computing
 from holmesjax.optimizers.learning_rates import learning_rate
@@ -196,7 +196,7 @@ TOLD = {
 def test_where_experts_lay_is_told_where_it_changes(tmp_path):
     model = "model.experts={}", "model.pattern=[block, expert_block]"
     checkpoint(load(tmp_path, *model), steps=10)
-    assert "experts" not in manifest.newest(tmp_path / "run", print).settings
+    assert "experts" not in newest_whole.find(tmp_path / "run", print).settings
     by_load = *model, "parallel.expert_placement=load"
     told = resume.find(load(tmp_path, *by_load), (), print).describe()
     assert "  parallel.expert_placement: number -> load" in told
@@ -207,7 +207,7 @@ def test_where_experts_lay_is_told_where_it_changes(tmp_path):
     assert told[0] == "parallel.expert_placement: load -> number"
     assert [change.partition(":")[0] for change in told[1:]] == ["plan"]  # which has the chunks
     # A manifest of an earlier version has them itself.
-    found = manifest.newest(tmp_path / "run", print)
+    found = newest_whole.find(tmp_path / "run", print)
     found.settings["experts"] = {"expert_placement": "number", "expert_chunks": 4}
     told = [str(change) for change in changed_settings.changes_since(found, load(tmp_path, *model))]
     assert told == ["parallel.expert_chunks: 4 -> 1"]

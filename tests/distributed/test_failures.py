@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, newest_whole
 from holmesjax.plan.plan import Plan
 from holmesjax.report import metrics
 from holmesjax.trainer import Trainer
@@ -578,7 +578,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_p
         assert job.output.count("No space left on device") == count + 1  # and the error
         assert "Traceback" not in job.output
         (checkpoints / "filler").unlink()
-        newest = manifest.newest(run_dir, pytest.fail)
+        newest = newest_whole.find(run_dir, pytest.fail)
         with RunningJob(run_dir, *LOCAL, f"train.steps={newest.step + 3}") as job:
             assert job.end() == 0, job.output
         assert f"resuming after step {newest.step}" in job.output

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-from holmesjax.checkpoints import fetching, manifest, stores
+from holmesjax.checkpoints import fetching, manifest, newest_whole, stores
 from holmesjax.distributed import process_store, store_messages
 from holmesjax.distributed.store_end import OwnStore
 from holmesjax.distributed.store_hub import ALL, StoreHub
@@ -202,7 +202,7 @@ def test_damaged_parts_that_a_partner_may_have_are_renamed_by_the_owner(tmp_path
     moved = []
     move = lambda path, target: (moved.append(path.name), path.rename(target))
     how = {"move": move, "fetches": True, "has_partner": True}
-    found = manifest.newest(tmp_path, print, **how)
+    found = newest_whole.find(tmp_path, print, **how)
     assert (found.step, moved) == (STEP, ["part_0", "part_1"])
     assert manifest.elsewhere(found).keys() == {"part_0", "part_1"}
 
@@ -223,9 +223,9 @@ def test_bytes_that_went_bad_in_memory_come_from_a_disk(sites, tmp_path):
 
 def test_whoever_fetches_nothing_is_told_to_gather(sites):
     *_, checkpoint, folders = sites
-    assert manifest.newest(folders["home"], print, fetches=True) == checkpoint
+    assert newest_whole.find(folders["home"], print, fetches=True) == checkpoint
     with pytest.raises(CheckpointError, match="launch gather") as error:
-        manifest.newest(folders["home"], print)
+        newest_whole.find(folders["home"], print)
     assert error.value.found == "part_1 in n1:/f"
 
 

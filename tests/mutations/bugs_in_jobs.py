@@ -357,7 +357,7 @@ JOBS = (
         name="put-away-before-the-url-answers",
         module="holmesjax.checkpoints.fetching",
         old="    fetch(checkpoint.path",
-        new="    manifest.set_part_aside(checkpoint, part) or fetch(checkpoint.path",
+        new='    (checkpoint.path / part).rename(checkpoint.path / "x") and fetch(checkpoint.path',
         wrong="a part that one process cannot read is nowhere while its URL is away",
         tests=(
             "tests/checkpoints/test_mirror.py::test_what_is_damaged_here_alone_is_brought_again_from_the_url",
@@ -419,7 +419,7 @@ JOBS = (
     ),
     Bug(
         name="one-reader-is-enough",
-        module="holmesjax.checkpoints.manifest",
+        module="holmesjax.checkpoints.newest_whole",
         old="                confirm(candidate, error)\n",
         new="",
         wrong="what one process cannot read is set aside",
@@ -439,7 +439,7 @@ JOBS = (
     ),
     Bug(
         name="begins-anew",
-        module="holmesjax.checkpoints.manifest",
+        module="holmesjax.checkpoints.newest_whole",
         old="if step is None or newest_step >= step:",
         new="if True:",
         wrong="a run whose checkpoints are gone begins anew",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from holmesjax.checkpoints import manifest, restoring
+from holmesjax.checkpoints import newest_whole, restoring
 from holmesjax.config import ExpertsConfig, OptimizerConfig
 from holmesjax.errors import ConfigError
 from holmesjax.models.layer import statements
@@ -62,7 +62,7 @@ def test_steps_and_checkpoints_are_the_same_however_experts_lie(tmp_path):
     assert np.abs(np.asarray(other[moved]) - np.asarray(one[moved])).max() > 1e-3
 
     # What both have written before they moved is the same, and any plan reads it.
-    read = [manifest.newest(tmp_path / str(places), print) for places in (False, True)]
+    read = [newest_whole.find(tmp_path / str(places), print) for places in (False, True)]
     named = [checkpoint.manifest["arrays"] for checkpoint in read]
     assert named[0] == named[1], "names, shapes or digests differ"
     chunks = made()
