@@ -344,7 +344,9 @@ class Trainer:
         progress = Progress(config.distributed, config.train, self.job.plan.batch_shares)
         cluster = self.job.topology.clusters[0].name  # of all stages: they are in this process
         has_trained = jobs.has_trained(self.run_dir)
-        setup = TrainingSetup(self.job, chunks, cluster, has_trained=has_trained)
+        setup = TrainingSetup(
+            self.job, chunks, cluster, has_trained=has_trained, skipped=start.skipped
+        )
         with ExitStack() as stack, setup:
             stack.callback(setattr, self, "progress", None)
             runner = setup.compile()
@@ -392,7 +394,6 @@ class Trainer:
                     ),
                     begins=progress.begin,
                     profiles=self.run_dir / jobs.PROFILES,
-                    skipped=start.skipped,
                     vote=_vote_of(runner, stack),
                     callbacks=self._callbacks,
                     tells_at_once=lambda: self._is_stepwise,

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from holmesjax.checkpoints import island_states, restoring, writing
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, TrainConfig
 from holmesjax.config.data_checks import packs
 from holmesjax.data import cluster_paths, sources
@@ -53,6 +54,7 @@ class TrainingSetup:
       chunks: those of this process.
       cluster: whose paths of the data are those of this process.
       has_trained: whether the run had its data before, so that they are waited for.
+      skipped: data that the run leaves out, as whoever owns its folder has read it.
       session, noted_s: of the job, where it has several processes (`islands.apart.make_apart`).
     """
 
@@ -63,12 +65,13 @@ class TrainingSetup:
         cluster: str,
         *,
         has_trained: bool,
+        skipped: Sequence[Skipped],
         session: str | None = None,
         noted_s: Callable[[], float] = lambda: -math.inf,
     ):
         self._job, self._chunks, self._session, self._noted_s = job, chunks, session, noted_s
         self._placement = _placement(chunks)  # which refuses optimizers, before data are read
-        self._compile_s = 0.0
+        self._skipped, self._compile_s = skipped, 0.0
         self._states: Sequence[ChunkState] = ()  # until the loop has them
         data = cluster_paths.here(job.config.data, cluster)
         read = functools.partial(read_batches, dataclasses.replace(job.config, data=data))
@@ -98,6 +101,7 @@ class TrainingSetup:
                 make_apart,
                 config=self._job.config,
                 run_dir=self._job.run_dir,
+                skipped=self._skipped,
                 session=self._session,
                 noted_s=self._noted_s,
             )
@@ -165,6 +169,7 @@ class TrainingSetup:
             config=self._job.config,
             runner=runner,
             batches=self.reading.result(),
+            skipped=self._skipped,
             clock=self._stack.enter_context(Clock(len(self._job.plan.stages))),
             writer=self._stack.enter_context(writer),
             memory=PeakMemory(devices_of(self._chunks)),

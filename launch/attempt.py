@@ -225,6 +225,7 @@ class Attempt:
             allow=computing.permitted(self._job.run_dir, self._unlike),
             hub=self._hub,
             checkpoint=self.start.checkpoint,
+            skipped=self.start.skipped,
             relay=RelayPlace.of_setting(self._config.relay),
         )
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from holmesjax.checkpoints import manifest, stores
+from holmesjax.checkpoints import manifest, skipped_data, stores
 from holmesjax.checkpoints.record_parts import RecordParts
 from holmesjax.data import object_stores, optional_packages
 from holmesjax.errors import ConfigError, HolmesError, LeaseError, LostLeaseError, of_system
@@ -58,7 +58,7 @@ THREADS = 4  # files that are written at once; each holds a block or two
 BLOCK_BYTES = 16 << 20
 MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
 # Of a run folder, besides what a process of another store needs (`stores.run_files`).
-RUN_FILES = (run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES)
+RUN_FILES = (run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES, skipped_data.RECORD)
 DAMAGED = "manifest.damaged.json"  # of a checkpoint that counts no more
 
 

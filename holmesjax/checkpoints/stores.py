@@ -30,7 +30,7 @@ RECORD, OWNER = "store.json", "store_owner.json"
 PIECE_BYTES = 4 << 20  # of a file, at most, in memory at a time
 FETCHING = ".fetching"
 # Of a run folder, what a process reads besides checkpoints. The folders are small.
-RUN_FILES = ("config.yaml", "topology.yaml", "plan.yaml", "skipped.json", "committed.json")
+RUN_FILES = ("config.yaml", "topology.yaml", "plan.yaml", "committed.json")
 RUN_FOLDERS = ("tokenizer", "hugging_face")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._+=@~-]{0,254}"  # without a dot in front
 _OF_CHECKPOINT = re.compile(rf"checkpoints/step_\d{{8,18}}/(?:{_WORD}/){{0,8}}{_WORD}")

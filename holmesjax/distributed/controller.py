@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from holmesjax.checkpoints.manifest import Checkpoint
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.distributed.member_records import Seat
 from holmesjax.distributed.messages import (
     BEATS,
@@ -90,6 +91,7 @@ class Controller:
       allow: names of `computing.facts` in which members may differ.
       hub: takes stores, and looks for what is resumed before the members start.
       checkpoint: what is resumed, for the hub.
+      skipped: data that the run leaves out.
       relay: where members that cannot call this machine find it.
     """
 
@@ -108,9 +110,10 @@ class Controller:
         allow: Collection[str] = (),
         hub: StoreHub | None = None,
         checkpoint: Checkpoint | None = None,
+        skipped: Sequence[Skipped] = (),
         relay: RelayPlace | None = None,
     ):
-        self._hub, self._checkpoint = hub, checkpoint
+        self._hub, self._checkpoint, self._skipped = hub, checkpoint, skipped
         self.events: queue.Queue[ProcessEvent] = queue.Queue()
         self._session = secrets.token_hex(8)
         self._seats = [Seat(process) for process in processes]
@@ -410,6 +413,7 @@ class Controller:
                         resume=self._resume,
                         unproven=unproven[stage],
                         in_memory=self._hub.in_memory() if self._hub else [],
+                        skipped=[list(part) for part in self._skipped],
                     )
                 )
             )

@@ -14,7 +14,7 @@ from holmesjax.transport.outbox import Again
 from holmesjax.transport.records import Message, Record, by_kind, decode, encode, make
 
 BEATS = 4  # heartbeats in the time that an end may be silent
-PROTOCOL = 17
+PROTOCOL = 18
 TAKEN = "is here already"  # the end of the reason why another process of a number is refused
 
 
@@ -250,7 +250,8 @@ class JobStart(Record):
     """All members have come; the coordinator of the member's stage, and the step to resume.
 
     `unproven` is what all members of the stage go by: that of one which has something to say.
-    `in_memory` has the parts of the checkpoint that partners have.
+    `in_memory` has the parts of the checkpoint that partners have, and `skipped` the fields of each
+    `Skipped`. A process does not read these itself: what it read could be older.
     """
 
     kind = "start"
@@ -258,6 +259,7 @@ class JobStart(Record):
     resume: int
     unproven: str | None
     in_memory: list[str]
+    skipped: list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ import jax
 from jax.sharding import Mesh
 
 from holmesjax import job as jobs
-from holmesjax.checkpoints import manifest, reading as arrays_reading, skipped_data, writing
+from holmesjax.checkpoints import manifest, reading as arrays_reading, writing
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.data import cluster_paths, corpus_progress
 from holmesjax.data.batches import Batches
 from holmesjax.data.corpus_progress import WorkDone
@@ -266,6 +267,7 @@ class Worker:
             chunks,
             self._me.cluster,
             has_trained=self._has_trained,
+            skipped=[Skipped(*part) for part in start.skipped],
             session=member.session,
             noted_s=lambda: member.noted_s,
         )
@@ -301,7 +303,6 @@ class Worker:
                     is_saving=functools.partial(self._decide, runner),
                     begins=self._begins,
                     profiles=job.run_dir / jobs.PROFILES / f"process_{self._me.number}",
-                    skipped=skipped_data.read(job.run_dir),
                     vote=functools.partial(self._vote, runner),
                 ),
                 runner,

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from holmesjax.checkpoints import skipped_data
 from holmesjax.checkpoints.array_keys import flatten
+from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.config import Config, PlaceConfig
 from holmesjax.data.batches import Batches
 from holmesjax.errors import of_system
@@ -433,6 +434,7 @@ def make_apart(
     *,
     config: Config,
     run_dir: Path,
+    skipped: Sequence[Skipped],
     evaluates: bool = True,
     ramps: bool = False,
     connect: Callable[[], Transport] | None = None,
@@ -448,6 +450,7 @@ def make_apart(
     Args:
       config: of the island's job.
       run_dir: its run folder.
+      skipped: data that it leaves out.
       session: of the job, where it has several processes.
       noted_s: as in `JobProgress`, where it has several processes.
 
@@ -480,7 +483,6 @@ def make_apart(
             print(text, flush=True)
 
     mailbox = open_mailbox(config, run_dir, seat, say, JobProgress(compiled, noted_s))
-    skipped = skipped_data.read(run_dir)
     after = config.train.sequences_after
     return IslandApart(
         Island(runner, len(chunks), 0),

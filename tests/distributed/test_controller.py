@@ -19,6 +19,7 @@ from tests.distributed.joined_members import (
     DEADLINE_S,
     KEY,
     SILENCE_S,
+    SKIPPED,
     join,
     next_event,
     open_controller,
@@ -58,7 +59,9 @@ def test_the_start_comes_when_all_are_there_and_has_what_one_needs(controller, m
         leader = 0 if member.process.stage == 0 else 2
         # What one member of a stage says of its kernels counts for all of the stage.
         unproven = "passed check" if member.process.stage == 0 else None
-        start = JobStart(coordinator=["there", leader], resume=7, unproven=unproven, in_memory=[])
+        coordinator = ["there", leader]
+        facts = {"resume": 7, "unproven": unproven, "in_memory": [], "skipped": SKIPPED}
+        start = JobStart(coordinator=coordinator, **facts)
         assert member.wait_for(JobStart, DEADLINE_S) == start
     assert members[0].addresses([2, 0], DEADLINE_S) == {2: ["here", 2], 0: ["here", 0]}
 

@@ -63,4 +63,4 @@ def test_the_bytes_of_a_record_are_pinned():
     standing = {"status": "was busy", "work": "step", "at_step": 3, "num_begun": 3, "num_done": 0}
     standing |= {"received": 7, "arrived": 6}
     assert message == {"kind": "vote", "step": 3, "opened": 7, **standing}
-    assert messages.PROTOCOL == 17
+    assert messages.PROTOCOL == 18

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from holmesjax import Trainer
-from holmesjax.checkpoints import manifest
+from holmesjax.checkpoints import manifest, skipped_data
 from holmesjax.files import places
 from holmesjax.report import metrics
 from tests.data.object_store import object_store
@@ -91,6 +91,8 @@ def trains_to_the_same_losses(tmp_path, capsys, store):
     # What all others have written is taken away, everywhere.
     of_one = ["checkpoint.keep=1", "checkpoint.keep_every_hours=null"]
     store.refusals.rule = slowly(first)
+    far.mkdir()  # with a record that an earlier start has left, and the launcher has removed
+    (far / skipped_data.RECORD).write_text('[{"step": 0, "spike": 1, "sequences": 4}]')
     with start(tmp_path, f"train.steps={last}", *of_one) as job:
         assert job.end() == 0, job.output
     assert "b/b-0 | fetched part_0" in job.output
