@@ -20,6 +20,7 @@ from launch.arguments import parse
 from tests.jobs import write_run
 
 DATA = {"train": "1" * 64, "validation": "2" * 64, "order": "3" * 64}
+DATA |= {"order of a mixture": "4" * 64}
 
 
 def load(folder, *settings):
@@ -298,10 +299,11 @@ def test_a_new_run_takes_any_data(tmp_path):
 @pytest.mark.parametrize("name", DATA)
 def test_other_data_is_refused_unless_it_is_allowed_by_name(folder, name):
     other = {**DATA, name: "f" * 64}
-    kind = CheckpointError if name == "order" else LostDataError
+    of_code = name.startswith("order")
+    kind = CheckpointError if of_code else LostDataError
     with pytest.raises(kind) as error:
         resume.find(load(folder), (), print).check_data(other)
-    assert error.value.exit_status == (2 if name == "order" else REQUEUE)  # a file may come back
+    assert error.value.exit_status == (2 if of_code else REQUEUE)  # a file may come back
     said = f"data.corpus: {name} {DATA[name][:12]} -> {name} ffffffffffff"
     assert error.value.found == said
     assert error.value.fix.endswith("--allow data.corpus")
@@ -314,9 +316,11 @@ def test_other_data_is_refused_unless_it_is_allowed_by_name(folder, name):
 
 def test_whoever_may_take_other_files_need_not_say_so_twice(folder):
     start = resume.find(load(folder, "data.pattern=*.txt"), ["data.pattern"], print)
-    assert start.check_data({**DATA, "train": "f" * 64}) == []
-    with pytest.raises(CheckpointError, match=r"order 3333\S+ -> order f"):
-        start.check_data({**DATA, "train": "f" * 64, "order": "f" * 64})
+    files = {**DATA, "train": "f" * 64, "order of islands": "f" * 64}  # which there were not before
+    assert start.check_data(files) == []
+    for name in ("order", "order of a mixture"):
+        with pytest.raises(CheckpointError, match=rf"{name} [34]{{12}} -> {name} f"):
+            start.check_data({**files, name: "f" * 64})
 
 
 @pytest.mark.one_version
