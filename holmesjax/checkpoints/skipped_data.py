@@ -55,9 +55,9 @@ def sequences(skipped: Sequence[Skipped], first: int, last: int) -> int:
     return sum(part.sequences for part in skipped if first <= part.step < last)
 
 
-def leave_out(run_dir: Path, part: Skipped) -> None:
-    """Records that some data are left out."""
-    entries = [entry._asdict() for entry in (*read(run_dir), part)]
+def write(run_dir: Path, skipped: Sequence[Skipped]) -> None:
+    """Writes the record of a run."""
+    entries = [part._asdict() for part in skipped]
     write_whole(run_dir / RECORD, json.dumps(entries, indent=1) + "\n")
 
 
@@ -80,5 +80,5 @@ def add(run_dir: Path, train: TrainConfig, spike: int, step: int) -> Skipped:
         )
     own = train.sequences_after(spike) - train.sequences_after(step)
     found = Skipped(step, spike, own + sequences(known, step + 1, spike))
-    leave_out(run_dir, found)
+    write(run_dir, (*known, found))
     return found

@@ -216,8 +216,10 @@ def go_on(start: Start, say: Callable[[str], object]) -> Start | None:
     left_out = sum(part.sequences for part in start.skipped if part.step == start.step)
     if (more := taken - start.sequences - left_out) > 0:
         entry = Skipped(start.step, 0, more)
-        skipped_data.leave_out(start.job.run_dir, entry)
-        start = dataclasses.replace(start, skipped=(*start.skipped, entry))
+        # Entries of a newer checkpoint, which is gone, are of data that are behind this one now.
+        kept = [part for part in start.skipped if part.step <= start.step]
+        skipped_data.write(start.job.run_dir, skipped := (*kept, entry))
+        start = dataclasses.replace(start, skipped=skipped)
     all_tokens = place.steps * len(place.names) * config.train.global_batch
     all_tokens *= config.model.context_length
     is_over = bool(

@@ -6,6 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from holmesjax.checkpoints import skipped_data
+from holmesjax.checkpoints.resume import Start
+from holmesjax.checkpoints.skipped_data import Skipped
+from holmesjax.config import PlaceConfig
 from holmesjax.errors import HolmesError, PeerError
 from holmesjax.islands import mailbox, mailbox_records as records, rejoining
 from holmesjax.islands.global_weights import MOST_LOST
@@ -14,6 +18,27 @@ from holmesjax.islands.mailbox_seat import JobProgress
 from holmesjax.islands.merge_duty import KEPT_ROUNDS
 from holmesjax.plan.mailbox_cost import mailbox_cost
 from tests.islands.stepless_islands import SHAPES, begun, raise_away
+
+
+def test_what_an_island_has_sent_is_left_out_once_wherever_it_goes_on(
+    make_island, tmp_path, monkeypatch
+):
+    """An entry of a newer checkpoint, which is gone, would leave out data that nobody has seen."""
+    _, two = begun(make_island)
+    two.send(1, seed=2, step=7)  # 8 sequences
+    two.turn()
+    monkeypatch.setattr(rejoining, "place_of", lambda config: two.box.place)
+    parallel = SimpleNamespace(place=PlaceConfig(names=("a", "b"), number=1, steps=9))
+    model, train = SimpleNamespace(context_length=8), SimpleNamespace(steps=9, global_batch=1)
+    config = SimpleNamespace(parallel=parallel, model=model, train=train)
+    job = SimpleNamespace(config=config, run_dir=tmp_path)
+    before, after_4, after_2 = Skipped(1, 3, 1), Skipped(4, 0, 3), Skipped(2, 0, 5)
+    skipped_data.write(tmp_path, [before])
+    for step, found in ((4, (before, after_4)), (4, (before, after_4)), (2, (before, after_2))):
+        checkpoint = SimpleNamespace(step=step, sequences=step + before.sequences)
+        known = skipped_data.read(tmp_path)
+        start = rejoining.go_on(Start(job=job, checkpoint=checkpoint, skipped=known), print)
+        assert tuple(start.skipped) == skipped_data.read(tmp_path) == found
 
 
 def test_a_mailbox_that_lacks_a_round_which_has_landed_is_refused(make_island):
