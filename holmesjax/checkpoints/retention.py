@@ -21,8 +21,6 @@ from holmesjax.checkpoints.setting_aside import Move
 from holmesjax.config import CheckpointConfig
 from holmesjax.files import json_text
 
-DAMAGED_KEPT = 2  # folders; each may be as large as a checkpoint
-SHOWN = 3  # of what cannot be removed, in a message
 REMOVED = ".removed"
 DAMAGED = re.compile(r"step_(\d+)(?:\.(\d+))?\.damaged")
 
@@ -84,11 +82,7 @@ class Retention:
         except OSError as error:
             failed.append(str(error))
         if failed:
-            more = f"; and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
-            self._warn(
-                "warning: old files of checkpoints cannot be removed, which is tried again after "
-                f"the next save: {'; '.join(failed[:SHOWN])}{more}"
-            )
+            self._warn(stores.unremoved(failed))
 
     def _remove_one(self, path: Path) -> None:
         """Renames a folder, whatever its name, and deletes it: the rename asks for the lease."""
@@ -144,7 +138,7 @@ class Retention:
         names = sorted(
             (int(match[1]), int(match[2] or 1), match[0]) for match in _damaged_in(self._run_dir)
         )
-        return [folder / name for *_, name in names[:-DAMAGED_KEPT]]
+        return [folder / name for *_, name in names[: -stores.DAMAGED_KEPT]]
 
 
 def _damaged_in(run_dir: Path) -> list[re.Match[str]]:

@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from holmesjax.files import json_text, places, regular_files, whole_files
 from holmesjax.files.whole_files import write_whole
 
 RECORD, OWNER = "store.json", "store_owner.json"
+DAMAGED_KEPT = 2  # folders; each may be as large as a checkpoint
+SHOWN = 3  # of what cannot be removed, in a message
 PIECE_BYTES = 4 << 20  # of a file, at most, in memory at a time
 FETCHING = ".fetching"
 # Of a run folder, what a process reads besides checkpoints. The folders are small.
@@ -322,10 +324,12 @@ def keep(
     last: int,
     dropped: Collection[int],
     check: Callable[[], object] = lambda: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> list[int]:
     """Takes away what the launcher has not kept; the steps that lack their manifest here.
 
-    A checkpoint with a manifest goes only where the launcher has a newer one.
+    A checkpoint with a manifest goes only where the launcher has a newer one. What cannot be
+    removed holds up no manifest of another step.
 
     Args:
       folder: the run folder.
@@ -333,20 +337,54 @@ def keep(
       last: newer ones may be being written.
       dropped: checkpoints that it has set aside as damaged.
       check: raises where the folder is another start's by now; then all stays in its place.
+      say: takes a line about what cannot be removed.
     """
-    lacking = []
+    lacking: list[int] = []
+    failed: list[str] = []
     check()
     for step, path in manifest.folders(folder):
-        has_manifest = manifest.has_manifest(path)
-        if step in steps:
-            lacking += [] if has_manifest else [step]
-        elif step in dropped and has_manifest:
-            _move(path, "damaged", check)
-        elif step <= last and (not has_manifest or step < max(steps, default=-1)):
+        with _noting(path, failed):
+            has_manifest = manifest.has_manifest(path)
+            if step in steps:
+                lacking += [] if has_manifest else [step]
+            elif step in dropped and has_manifest:
+                _move(path, "damaged", check)
+            elif step <= last and (not has_manifest or step < max(steps, default=-1)):
+                _move(path, "removed", check)
+    checkpoints = folder / manifest.FOLDER
+    for path in sorted(checkpoints.glob("step_*.damaged"), key=_step_of)[:-DAMAGED_KEPT]:
+        with _noting(path, failed):
             _move(path, "removed", check)
-    for path in (folder / manifest.FOLDER).glob("*.removed"):
-        shutil.rmtree(path)
+    for path in checkpoints.glob("*.removed"):
+        with _noting(path, failed):
+            shutil.rmtree(path)
+    if failed:
+        say(unremoved(failed))
     return lacking
+
+
+@contextlib.contextmanager
+def _noting(path: Path, failed: list[str]) -> Iterator[None]:
+    """Notes what cannot be done with a folder."""
+    try:
+        yield
+    except OSError as error:
+        failed.append(f"{path}: {error.strerror}")
+
+
+def unremoved(failed: Sequence[str]) -> str:
+    """The warning about what cannot be removed."""
+    more = f"; and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
+    return (
+        "warning: old files of checkpoints cannot be removed, which is tried again after the next "
+        f"save: {'; '.join(failed[:SHOWN])}{more}"
+    )
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint that was set aside, by its name; 0 for what is none."""
+    match = manifest.STEP.match(path.name)
+    return int(match[1]) if match else 0
 
 
 def _move(path: Path, why: str, check: Callable[[], object]) -> None:

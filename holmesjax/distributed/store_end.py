@@ -174,7 +174,8 @@ class OwnStore:
 
     def _keep(self, keep: Keep) -> list[int]:
         check = functools.partial(self._refuse_earlier, keep.start)
-        lacking = stores.keep(self.folder, keep.steps, keep.last, keep.dropped, check)
+        say = functools.partial(print, flush=True)
+        lacking = stores.keep(self.folder, keep.steps, keep.last, keep.dropped, check, say)
         if self.mirror:
             self.mirror.follow(self.folder, keep.steps, keep.last, keep.dropped)
         return lacking

@@ -249,8 +249,19 @@ def test_processes_of_a_stage_share_a_store(tmp_path, monkeypatch):
             look(hub, None)
 
 
-def test_stores_keep_what_the_launcher_keeps(tmp_path):
+def test_stores_keep_what_the_launcher_keeps(tmp_path, monkeypatch, capsys):
     home, far = tmp_path / "home", tmp_path / "far"
+    old, remove = far / "checkpoints/step_00000001.0.removed", shutil.rmtree
+    damaged_ones = [f"step_{step:08d}.0.damaged" for step in (1, 3, 9)]
+    for name in (old.name, *damaged_ones):
+        (far / "checkpoints" / name).mkdir(parents=True)
+
+    def rmtree(path):
+        if path == old:  # a reader on another node has a file of it open
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path)
+
+    monkeypatch.setattr(stores.shutil, "rmtree", rmtree)
     for step in (2, 4, 6, 8):
         write_parts(far, "part_1", step=step)
     commit(far, 2, part_1="n1")
@@ -269,7 +280,9 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path):
     # 2 is superseded, 8 is being written; 4 and 6 have got their manifests.
     assert [step for step, _ in manifest.folders(far)] == [4, 6, 8]
     assert [step for step, _ in manifest.finished(far)] == [4, 6]
-    assert sorted(path.name for path in (far / "checkpoints").iterdir())[0] == "step_00000004"
+    names = {path.name for path in (far / "checkpoints").iterdir()}
+    assert {name for name in names if "." in name} == {old.name, *damaged_ones[1:]}
+    assert f"tried again after the next save: {old}: Directory not empty" in capsys.readouterr().out
 
 
 def test_a_process_that_wakes_up_late_changes_nothing_of_its_successor(tmp_path):
