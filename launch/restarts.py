@@ -11,7 +11,8 @@ if nothing outside of the process can have caused the exception: the next would 
 
 The record outlives the launcher, so whoever starts the launcher again (itself, Slurm, Kubernetes, a
 person) shares one count. Once that is spent the job ends with status 1, which no scheduler takes
-for "start me again"; the next start is then a person's, and counts from zero.
+for "start me again"; the next start is then a person's, and counts from zero. A run folder at a URL
+has the record there, too: the next launcher may come on another machine, whose folder is empty.
 """
 
 import dataclasses
@@ -21,12 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from holmesjax.checkpoints.mirror import Mirror
 from holmesjax.errors import REQUEUE, FatalError
-from holmesjax.files import json_text
+from holmesjax.files import json_text, run_folder
 from holmesjax.files.whole_files import write_whole
 from launch.process_logs import LOGS
 
-RECORD = "restarts.json"
+RECORD = run_folder.RESTARTS
 DEFAULT = 3  # restarts without a new step
 KEPT = 100  # entries, or as many as the limit needs
 ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, which no other process has
@@ -51,10 +53,18 @@ class Restarts:
     Args:
       limit: restarts without a new step that a job may have.
       warn: told of a record that cannot be read or written, which ends no job.
+      mirror: the copy of the run folder at a URL, if it has one.
     """
 
-    def __init__(self, run_dir: Path, limit: int, warn: Callable[[str], object]):
+    def __init__(
+        self,
+        run_dir: Path,
+        limit: int,
+        warn: Callable[[str], object],
+        mirror: Mirror | None = None,
+    ):
         self._path, self._warn, self.limit = run_dir / RECORD, warn, limit
+        self._mirror = mirror
         self._starts = self._read()
 
     @property
@@ -157,14 +167,23 @@ class Restarts:
         written.
         """
         starts = [dataclasses.asdict(start) for start in self._starts]
+        content = json.dumps({"starts": starts}, indent=1)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps({"starts": starts}, indent=1))
+            write_whole(self._path, content)
         except OSError as error:  # a full disk ends no job
             self._warn(
                 f"warning: {self._path} cannot be written, so restarts are counted in memory: "
                 f"{error.strerror}"
             )
+        if self._mirror:
+            try:
+                self._mirror.put(RECORD, content.encode())
+            except OSError as error:
+                self._warn(
+                    f"warning: {self._mirror.url}/{RECORD} cannot be written, so another machine "
+                    f"counts fewer restarts: {error.strerror}"
+                )
 
 
 def _is_entry(start: StartEntry) -> bool:

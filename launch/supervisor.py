@@ -106,7 +106,8 @@ class Supervisor:
 
     def _run(self, owner: Lease) -> int:
         job = self._job
-        restarts = Restarts(job.run_dir, self._max_restarts, say)
+        copy = mirror.of(job.run_dir, say)
+        restarts = Restarts(job.run_dir, self._max_restarts, say, copy)
         owner.guard(committed.adopt)(job.run_dir, restarts.last_step)
         for restart in itertools.count():
             step = self._done()

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from holmesjax.errors import CheckpointError, raise_if_passing
-from holmesjax.files import json_text
+from holmesjax.files import json_text, run_folder
 from holmesjax.files.whole_files import write_whole
 
 RECORD = "committed.json"
@@ -79,5 +79,5 @@ def lost(run_dir: str | Path, step: int, newest: int | None) -> CheckpointError:
         f"had a checkpoint after step {step}, which is not there any more",
         found=there,
         fix=f"copy it back, or see that the right file system is mounted; {otherwise} and lose all "
-        f"later steps, remove {path} and restarts.json beside it",
+        f"later steps, remove {path} and {run_folder.RESTARTS} beside it",
     )

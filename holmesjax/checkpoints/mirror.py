@@ -58,7 +58,10 @@ THREADS = 4  # files that are written at once; each holds a block or two
 BLOCK_BYTES = 16 << 20
 MOST_BLOCKS = 9_000  # of an object; S3 takes 10,000
 # Of a run folder, besides what a process of another store needs (`stores.run_files`).
-RUN_FILES = (run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES, skipped_data.RECORD)
+RUN_FILES = (
+    *(run_folder.ALLOWED, run_folder.ALLOWED_DIFFERENCES, run_folder.RESTARTS),
+    skipped_data.RECORD,
+)
 DAMAGED = "manifest.damaged.json"  # of a checkpoint that counts no more
 
 

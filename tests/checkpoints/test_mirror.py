@@ -43,6 +43,7 @@ from holmesjax.files import places
 from holmesjax.liveness.lease import Lease
 from holmesjax.trainer import Trainer
 from launch import __main__ as command_line, arguments
+from launch.restarts import Restarts
 from launch.verbs import gather
 from tests.data.object_store import object_store
 from tests.jobs import HANG_S, write_run
@@ -160,9 +161,12 @@ def test_another_machine_goes_on_with_a_fetch_and_checks_it(machine, server, mon
     names = ["skipped.json", "metrics.jsonl", "tokenizer/x.json"]
     for name in names:
         (here / name).write_text(name)
-    save(here, start(here, url), 4)
+    found = start(here, url)
+    save(here, found, 4)
+    Restarts(here, 3, pytest.fail, found).begin(4)  # its machine is lost then
     new, said = run_folder("b"), []
     start(new, url)
+    assert [entry.status for entry in Restarts(new, 3, pytest.fail).failed(4)] == [None]
     assert [(new / name).read_text() for name in names] == names
     step = manifest.folder_of(new, 4)
     begun = step / "part_0.fetching/d/large"
