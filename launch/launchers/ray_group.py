@@ -42,6 +42,10 @@ class RayStart:
         self.events.put(ProcessEvent(self.start.process.number, record))
 
 
+class NoNodesError(Exception):
+    """Ray has not found all nodes in time; the text says what is free."""
+
+
 class RayGroup:
     """The nodes of a cluster. One thread of its own does all with Ray: a start never waits.
 
@@ -80,7 +84,7 @@ class RayGroup:
     def place(self, session: "_Session") -> dict[str, str | None]:
         """Reserves nodes, and makes an actor on each; the GPUs of each that is there.
 
-        Raises TimeoutError if Ray does not find all in time.
+        Raises NoNodesError if Ray does not find all in time.
         """
         util = self._ray.util
         if self._placement is None:
@@ -110,7 +114,7 @@ class RayGroup:
             if not missing or session.is_over.is_set():
                 return {node: self._ray.get(ref) for node, ref in asked.items() if ref in here}
             if waited_s > self._wait_s:
-                raise TimeoutError
+                raise NoNodesError(show_resources(self._ray.available_resources()))
             if waited_s > SAY_S and not has_said:
                 print(f"ray         waits for {self.wanted}", flush=True)
                 has_said = True
@@ -126,41 +130,43 @@ class RayGroup:
         """Frees what was reserved, or asked for."""
         placement, self._placement = self._placement, None
         if placement is not None:
-            with contextlib.suppress(self._ray.exceptions.RayError):
+            with contextlib.suppress(Exception):  # whatever it is, more cannot be done
                 self._ray.util.remove_placement_group(placement)
 
     def run(self, session: "_Session") -> None:
-        """Does all that is done with Ray between a start and the next end."""
+        """Does all that is done with Ray between a start and the next end.
+
+        Whatever Ray raises is told for each process: nobody hears of a thread that ends.
+        """
         given: Mapping[str, str | None] = {}
         try:
             given = self.place(session)
-        except TimeoutError:
+            session.hear(self._ray, given)
+        except NoNodesError as error:
             self.give_up()
-            free = show_resources(self._ray.available_resources())
             session.fail_all(
                 Failed(
                     exit_status=REQUEUE,
                     where="ray",
                     problem=f"has not found {self.wanted} in {self._wait_s:g} s",
-                    found=f"free in the whole of Ray: {free}",
+                    found=f"free in the whole of Ray: {error}",
                     fix="free or add nodes, or correct `resources`; see `ray status`",
                 )
             )
-        except (self._ray.exceptions.RayError, ValueError, TypeError) as error:
+        except Exception as error:
             self.give_up()
-            session.fail_all(_lost("ray", "cannot make its actors", error))
-        else:
-            session.hear(self._ray, given)
+            problem = "does not answer any more" if session.actors else "cannot make its actors"
+            session.fail_all(_lost("ray", problem, error))
         finally:
             self._end_actors(session.actors, given)
 
     def _end_actors(self, actors: Mapping[str, Any], here: Collection[str]) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError):
+        with contextlib.suppress(Exception):  # the end of this process takes the actors away, too
             ends = [actors[node].end.remote() for node in here]
             if ends:
                 self._ray.wait(ends, num_returns=len(ends), timeout=END_S)
         for actor in actors.values():  # what is left of its processes ends with it
-            with contextlib.suppress(self._ray.exceptions.RayError):
+            with contextlib.suppress(Exception):
                 self._ray.kill(actor)
 
 
@@ -177,7 +183,10 @@ class _Session:
         self.thread.start()
 
     def fail_all(self, failed: Failed) -> None:
-        """Says of each process that it cannot be, until the end."""
+        """Says of each process, also of those that run, that it cannot be, until the end."""
+        for start in self._running.values():
+            start.tell(failed)
+        self._running.clear()
         while not self.is_over.is_set():
             with contextlib.suppress(queue.Empty):
                 self.starts.get(timeout=LOOK_S).tell(failed)

@@ -55,13 +55,13 @@ class RayNode:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:  # such as memory, processes, or a NUL in a variable
+            self._children.append(child)
+            reader = threading.Thread(target=self._read, args=(key, child), daemon=True)
+            reader.start()
+            threading.Thread(target=self._wait, args=(key, child, reader), daemon=True).start()
+        # Such as memory, processes, a NUL in a variable, or a thread that cannot be started.
+        except (OSError, ValueError, RuntimeError) as error:
             self._said.put((key, ("the process cannot be started", str(error))))
-            return
-        self._children.append(child)
-        reader = threading.Thread(target=self._read, args=(key, child), daemon=True)
-        reader.start()
-        threading.Thread(target=self._wait, args=(key, child, reader), daemon=True).start()
 
     def take(self, wait_s: float) -> list[tuple[int, str | int | tuple[str, str]]]:
         """The words since the last call, each with its key, in their order.

@@ -267,6 +267,26 @@ def test_a_lost_node_is_told_for_its_processes_alone_and_for_later_ones(group):
     group.end()
 
 
+def test_whatever_ray_raises_is_told_for_all_processes_and_for_later_ones(group, monkeypatch):
+    def gone(*_, **__):
+        raise RuntimeError("Ray has gone")
+
+    group.start(0, "echo up; sleep 1000")
+    assert group.hear() == (0, Output(line="up"))
+    monkeypatch.setattr(group.played.util, "remove_placement_group", gone)
+    for name in ("wait", "kill"):
+        monkeypatch.setattr(group.played, name, gone)
+    for number in (0, 1):
+        told, failed = group.hear()
+        assert (told, failed.exit_status, failed.found) == (number, REQUEUE, "Ray has gone")
+        group.start(1, "true")
+    monkeypatch.setattr(ray_node.threading.Thread, "start", gone)
+    (node := RayNode()).start(7, str(Path(__file__).parents[2]), [sys.executable, "-c", ""], {})
+    node.end()
+    node._children[0].stdout.close()
+    assert node.take(0.0) == [(7, ("the process cannot be started", "Ray has gone"))]
+
+
 def test_nodes_that_do_not_come_in_time_fail_the_start_and_are_not_kept(group, monkeypatch):
     monkeypatch.setattr(ray_group, "LOOK_S", 0.02)
     group.played.has_nodes = False
