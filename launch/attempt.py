@@ -275,6 +275,7 @@ class Attempt:
                 variables=self._variables,
                 restart=self._restart,
                 store=self._hub.id,
+                look=self._leave_unsaved,
             )
             start_stores(
                 self._launcher,
@@ -351,6 +352,11 @@ class Attempt:
         found = dict(self._watch.step(record)) if self._watch else {}
         return found | self._saves.step(record["step"]) | self._scrub.step()
 
+    def _leave_unsaved(self) -> None:
+        """Raises SystemExit if a signal came before anything was trained that could be saved."""
+        if self._stops and not self.up:
+            raise SystemExit(leaving(self._stops.first))
+
     def _supervise(self) -> int:
         """Takes events until all processes have ended; returns the number of steps done."""
         print_line = self._recorder.console.print
@@ -359,8 +365,7 @@ class Attempt:
             self._loop_watch.turn()
             self._hub.raise_problem()
             self._saves.check()
-            if self._stops and not self.up:  # nothing has been trained that could be saved
-                raise SystemExit(leaving(self._stops.first))
+            self._leave_unsaved()
             if self._stops.is_impatient:
                 raise SystemExit(leaving(self._stops.last))
             if end_s is not None and time.monotonic() > end_s:

@@ -1,7 +1,7 @@
 """The workers of a job: the command and the environment with which a launcher starts each."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holmesjax.distributed.controller import Controller
@@ -44,6 +44,7 @@ def start_workers(
     restart: int = 0,
     options: Sequence[str] = (),
     store: str | None = None,
+    look: Callable[[], object] = lambda: None,
 ) -> None:
     """Starts a worker for each process of a job.
 
@@ -57,6 +58,7 @@ def start_workers(
       restart: how often the job was started before.
       options: of the command, behind the run folder.
       store: the identifier of the run folder; None: all processes see it.
+      look: called before each start, which may take seconds; what it raises passes through.
     """
     shared = {
         **variables,
@@ -69,6 +71,7 @@ def start_workers(
     folder = places.shown(run_dir)
     command = ["worker", folder, *options]
     for process in processes:
+        look()
         env = {**shared, "HOLMES_PROCESS": str(process.number)}
         start = ProcessStart(process=process, command=command, env=env, run_dir=folder)
         launcher.start(start, controller.events)

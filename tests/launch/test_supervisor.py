@@ -146,6 +146,17 @@ def supervise_a_commit(tmp_path, monkeypatch, before):
     return supervise(tmp_path, {0: ends, 1: [["tell", "up"], ["done", 10]], 2: ends})[0]
 
 
+def test_a_start_that_takes_minutes_hears_a_signal(tmp_path):
+    supervisor, launcher = supervise(tmp_path, {})
+    launcher.start = lambda *_: started.append(supervisor._stops.add(signal.SIGTERM))
+    started = []
+    with pytest.raises(SystemExit) as end:
+        supervisor.run()
+    assert (end.value.code, len(started)) == (75, 1)
+    [start] = json.loads((tmp_path / "run" / RECORD).read_text())["starts"]
+    assert (start["status"], start["stopped"]) == (75, True)
+
+
 def test_a_commit_that_waits_for_a_store_holds_up_nothing_else(tmp_path, monkeypatch):
     """It waits until what comes after it was heard, and the job for it."""
     waited = []
