@@ -134,7 +134,12 @@ class StoreHub:
                 is_known = 0 <= number < len(self._processes)
                 node = self._processes[number].node if is_known else call.node
                 store = _Store(call, number, node, connection)
-                self._stores.append(store)
+                # It calls again when its connection is lost, maybe for weeks.
+                before = [x for x in self._stores if (x.process, x.call) == (number, call)]
+                self._stores = [*(x for x in self._stores if x not in before), store]
+            for lost in before:
+                lost.is_lost = True
+                lost.connection.close()
             if (found := self._checkpoint) and not self._is_closed:  # it has come back, or late
                 self._teller.submit(self._take_stock, store, found.step, found.manifest["files"])
             return

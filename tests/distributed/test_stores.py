@@ -269,6 +269,10 @@ def test_stores_keep_what_the_launcher_keeps(tmp_path, monkeypatch, capsys):
     commit(home, 6, part_1="n1")
     with hub_of(home) as (hub, join):
         store, damaged = join(far, 1), []
+        [first] = hub._stores
+        first.connection.close()
+        wait_until(lambda: hub._stores[-1] is not first)  # it has called again
+        assert len(hub._stores) == 1
         hub.on_damage = damaged.append
         store.scrub(None).damaged(4)
         lost = SimpleNamespace(send=lambda data: None)  # an answer that never comes
