@@ -8,8 +8,8 @@ somebody else has put in its place.
 Nobody compares clocks of two hosts. On the host of the owner, its lease is stale when its process
 is gone. On another host, it is stale when the counter has not moved for a whole term on the
 reader's own clock. A stale lease is renamed before it is deleted, and put back if by then it is
-another one. A lease that somebody deletes is put back by its owner, if nobody has owned the folder
-since.
+another one. On a local disk a lease that somebody deletes is put back by its owner, if nobody has
+owned the folder since.
 
     epoch.json    stays in the run folder: how many owners it has had
 
@@ -311,6 +311,8 @@ class Lease:
         """Makes the lease anew where it was deleted; returns false if the folder may be another's.
 
         A link succeeds for one process alone, so it is this one's or that of whoever was faster.
+        Over NFS the lease counts as lost: a file that another host deletes is stale, and one that
+        this host deletes keeps a name as long as it is open.
 
         Raises OSError where that cannot be seen, or be written, now.
         """
