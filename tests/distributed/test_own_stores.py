@@ -91,7 +91,7 @@ def trains_to_the_same_losses(tmp_path, capsys, store):
     # What all others have written is taken away, everywhere.
     of_one = ["checkpoint.keep=1", "checkpoint.keep_every_hours=null"]
     store.refusals.rule = slowly(first)
-    far.mkdir()  # with a record that an earlier start has left, and the launcher has removed
+    far.mkdir(exist_ok=True)  # with a record of an earlier start that the launcher has no more
     (far / skipped_data.RECORD).write_text('[{"step": 0, "spike": 1, "sequences": 4}]')
     with start(tmp_path, f"train.steps={last}", *of_one) as job:
         assert job.end() == 0, job.output
