@@ -15,7 +15,7 @@ Dims: T tokens, D dialogues.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,15 @@ from holmesjax.data import (
     tokenizer_paths,
 )
 from holmesjax.data.byte_tokenizer import BEGIN
-from holmesjax.data.chat_template import BEGIN_MARK, END_MARK, Message, Tools, Variables
+from holmesjax.data.chat_template import (
+    BEGIN_MARK,
+    END_MARK,
+    HIDDEN,
+    THOUGHTS,
+    Message,
+    Tools,
+    Variables,
+)
 from holmesjax.data.corpus_files import CorpusFile, CorpusFiles
 from holmesjax.data.corpus_progress import LongWork
 from holmesjax.data.file_kinds import JSON, LINES
@@ -99,11 +107,13 @@ def look(config: Config) -> None:
 def read(config: DataConfig, length: int) -> Splits:
     """The dialogues as rows of so many tokens. Raises DataError for one that cannot be read."""
     corpus = _files(config)
+    sources: Mapping[str, str] = {}
     files = {file.name: token_files.hash_of(file.path) for file in corpus.files}
     about = [VERSION, length, config.tokenizer == BYTES, *sorted(files.items())]
     if config.tokenizer != BYTES:
         its_files = tokenizer_paths.find(config.tokenizer)
-        about += [its_files.identity, chat_template.sources(its_files)]
+        sources = chat_template.sources(its_files)
+        about += [its_files.identity, sources]
         about += [config.chat_template_kwargs]
         # Marks of a class that only a config.json names, which is no part of an identity.
         about += filter(None, [tokenizer_marks.class_of_model(its_files)])
@@ -129,7 +139,7 @@ def read(config: DataConfig, length: int) -> Splits:
         digests[name] = _digest(own)
         splits[name] = packing.packed(Spans([own]), length, digests[name], beside)
     dropped = int(found["dropped"][0])
-    not_read = "; ".join(filter(None, [corpus.left_out.words, _unread(corpus.files)]))
+    not_read = "; ".join(filter(None, [corpus.left_out.words, _unread(corpus.files, sources)]))
     left_out = f", {dropped:,} dialogues longer than {length:,} tokens left out" if dropped else ""
     return Splits(
         train=splits["train"],
@@ -170,17 +180,30 @@ def _files(config: DataConfig) -> CorpusFiles:
     return CorpusFiles(files=files, left_out=other)
 
 
-def _unread(files: Sequence[CorpusFile]) -> str:
-    """The fields of dialogues that are not read, by the first line of each file, in words."""
-    names: dict[str, None] = {}
+def _unread(files: Sequence[CorpusFile], sources: Mapping[str, str]) -> str:
+    """The fields that are not read, by the first line of each file, in words.
+
+    Args:
+      files: of the corpus.
+      sources: of the chat templates.
+    """
+    of_dialogues: dict[str, None] = {}
+    of_messages: dict[str, None] = {}
+    read = {"role", "content", *_of_loss(is_answer=True), *chat_template.words_of(sources.values())}
+    if read & {*THOUGHTS[:2]}:  # which have the thoughts of all names
+        read |= {*THOUGHTS}
     for file in files:
         if file.kind.content != LINES:  # it would be read whole for this
             continue
         _, first = next(text_documents.objects(file.path, file.kind), ("", None))
         own = first if isinstance(first, dict) else {}
         pair = () if own.get("messages") is not None else ("prompt", "answer")
-        names |= dict.fromkeys(key for key in own if key not in (*READ, *pair))
-    return f"fields of dialogues: {', '.join(names)}" if names else ""
+        of_dialogues |= dict.fromkeys(key for key in own if key not in (*READ, *pair))
+        for message in own.get("messages") or ():
+            given = (key for key, value in message.items() if value is not None)
+            of_messages |= dict.fromkeys(key for key in given if key not in read)
+    named = (("dialogues", of_dialogues), ("messages", of_messages))
+    return "; ".join(f"fields of {of}: {', '.join(names)}" for of, names in named if names)
 
 
 def _write(config: DataConfig, files: Sequence[CorpusFile], length: int, folder: Path) -> None:
@@ -292,14 +315,18 @@ def _is_said(message: Message) -> bool:
 
 def _counted_otherwise(message: Message) -> str | None:
     """The field that asks for another loss than that of answers, as other trainers have it."""
-    is_answer = message["role"] == "assistant"
-    usual = {
+    usual = _of_loss(is_answer=message["role"] == "assistant")
+    return next((key for key, values in usual.items() if message.get(key) not in values), None)
+
+
+def _of_loss(*, is_answer: bool) -> dict[str, tuple[Any, ...]]:
+    """The fields of a message that other trainers read for its loss, and what asks for ours."""
+    return {
         **dict.fromkeys(("train", "training", "trainable", "loss"), (is_answer, None)),
         **dict.fromkeys(("mask", "masked"), (not is_answer, None)),
         **dict.fromkeys(("train_detail", "training_detail"), (None,)),
         **(dict.fromkeys(("weight", "loss_weight", "loss_mask"), (1, None)) if is_answer else {}),
     }
-    return next((key for key, values in usual.items() if message.get(key) not in values), None)
 
 
 def _encoder(config: DataConfig) -> Encode:
@@ -325,11 +352,19 @@ def _encoder(config: DataConfig) -> Encode:
             problem = "has tools, and the chat template does not show them"
             fix = "leave them out, or use a tokenizer whose template does"
             raise DataError(where, problem, found=f"{len(dialogue.tools)} tools", fix=fix)
+        calls = [number for number, x in enumerate(dialogue.messages, 1) if _calls_tools(x)]
+        if calls and not template.reads("tool_calls", dialogue.tools):
+            found, fix = f"tool_calls in message {calls[0]}", "use a tokenizer whose template does"
+            raise DataError(where, HIDDEN, found=found, fix=fix)
         try:
             whole, answers = template.answers(*dialogue)
+            hidden = template.hidden(whole, *dialogue)
         except DataError as error:
             fix = f"{error.fix}; the dialogue is {where}"
             raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
+        if hidden is not None:
+            found = f"{dialogue.messages[hidden]['role']}, message {hidden + 1}"
+            raise DataError(where, HIDDEN, found=found, fix=chat_template.SHOW)
         tokens, places = tokenizer.rendered(whole)
         return _checked(tokens, _in_answers(places, answers), where)
 

@@ -44,6 +44,9 @@ CLOCK = "strftime_now"  # a function for templates; as a variable, the date that
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"  # no characters of any text, by Unicode's own rule
 ANSWER = "Yes"  # whose end is looked for
+SHORT = 16  # characters that may be elsewhere in a text by chance
+HIDDEN = "has what the chat template does not show"
+SHOW = "leave these words out, or use a tokenizer whose template shows them"
 WORD = re.compile(r"\w+")
 USUAL = {"messages", "tools", "documents", "add_generation_prompt"}  # what all templates get
 
@@ -170,6 +173,42 @@ class ChatTemplate:
             found.append((len(prompt), max(len(prompt), len(turn.rstrip()))))
         return whole, found
 
+    def hidden(
+        self,
+        whole: str,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        own: Variables = NO_VARIABLES,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> int | None:
+        """The first message whose words change nothing of the text of its dialogue; None: all do.
+
+        Words that are not in the text as they are may be there in another form, and short ones by
+        chance. So the text is made again with other words.
+
+        Args:
+          whole: the text.
+          messages: of the dialogue.
+          tools: that the text shows.
+          own: variables of the dialogue.
+          add_generation_prompt: whether the text ends with the prompt of an answer.
+        """
+        for number, message in enumerate(messages):
+            words = (message.get("content") or "").strip()
+            if not words or (len(words) > SHORT and words in whole):
+                continue
+            others = [*messages]
+            others[number] = {**message, "content": message["content"] + ANSWER}
+            try:
+                asks = add_generation_prompt
+                text = self.render(others, tools, own, add_generation_prompt=asks)
+            except DataError:  # of these words alone
+                continue
+            if text == whole:
+                return number
+        return None
+
     def reads(self, name: str, tools: Tools = None) -> bool:
         """Tells whether a variable may change the text."""
         return name in WORD.findall(self._source(tools))
@@ -177,8 +216,7 @@ class ChatTemplate:
     def refuse_unread(self, names: Iterable[str], where: str) -> None:
         """Raises DataError for a variable that no template reads, such as a misspelt one."""
         sources = [x for x in (self.source, self.for_tools) if x is not None]
-        words = {word for source in sources for word in WORD.findall(source)}
-        if unread := sorted({*names} - words):
+        if unread := sorted({*names} - words_of(sources)):
             known = {name for source in sources for name in variables_of(source)}
             others = known - USUAL - {*self.variables}
             own = sorted(name for name in others if not name.endswith("_token"))
@@ -292,6 +330,11 @@ def sources(files: TokenizerFiles) -> dict[str, str]:
         said = {row.get("name"): row.get("template") for row in said if isinstance(row, dict)}
     own = said if isinstance(said, dict) else {DEFAULT: said}
     return {name: source for name, source in own.items() if isinstance(source, str)}
+
+
+def words_of(sources: Iterable[str]) -> set[str]:
+    """All words of templates, and so at least the names that they read."""
+    return {word for source in sources for word in WORD.findall(source)}
 
 
 def variables_of(source: str) -> set[str]:

@@ -66,6 +66,12 @@ OF_BERT = {
     "strip_accents": ("strip_accents", None),
     "tokenize_chinese_chars": ("handle_chinese_chars", True),
 }
+# Classes whose settings say in `transformers` 4 which marks a text gets, and in version 5 do not;
+# and whether a text gets a BOS where the settings are absent.
+OF_AROUND = {
+    **dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"), True),
+    **{"CohereTokenizer": True, "GPTNeoXTokenizer": False},
+}
 # Settings of a tokenizer_config.json that an export leaves alone; all others are of its class.
 KEPT = ("model_max_length", "padding_side", "truncation_side")
 
@@ -171,8 +177,8 @@ class FileTokenizer:
     def answer_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a dialogue, whose last message is to be answered.
 
-        The tokenizer has a template. Raises DataError for a special token in what is said, or a
-        template that fails.
+        The tokenizer has a template. Raises DataError for a special token in what is said, a
+        template that fails, or one that does not show all of it.
         """
         template = self.template
         assert template is not None, "ChatTemplate.load has refused others"
@@ -181,7 +187,13 @@ class FileTokenizer:
                 fix = "leave it out: it would not be text in a dialogue"
                 problem = f"the words of {message['role']} hold a special token"
                 raise DataError(chat_template.WHERE, problem, found=found[0], fix=fix)
-        return self.rendered(template.render(messages, add_generation_prompt=True))[0]
+        whole = template.render(messages, add_generation_prompt=True)
+        hidden = template.hidden(whole, messages, add_generation_prompt=True)
+        if hidden is not None:
+            found = f"{messages[hidden]['role']}, message {hidden + 1}"
+            where, fix = chat_template.WHERE, chat_template.SHOW
+            raise DataError(where, chat_template.HIDDEN, found=found, fix=fix)
+        return self.rendered(whole)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -309,6 +321,7 @@ def _loaded(path: str | Path, variables: Mapping[str, Any] | None) -> FileTokeni
     _refuse_new_end(files, converted.inner, marks)
     _refuse_drawn_pieces(files, converted.inner)
     _refuse_contradictions(files, converted.inner)
+    _refuse_other_around(files, converted.inner, marks)
     tokenizer_marks.add(converted.inner, marks)
     tokenizer_marks.refuse_other_ids(files, converted.inner)
     model_ends = tokenizer_marks.ends(files)
@@ -397,6 +410,24 @@ def _refuse_contradictions(files: TokenizerFiles, inner: Any) -> None:
     if said.get("split_special_tokens"):
         problem, fix = "makes text of the marks of a template", "remove the key"
         raise DataError(where, problem, found="split_special_tokens true", fix=fix)
+
+
+def _refuse_other_around(files: TokenizerFiles, inner: Any, marks: Marks) -> None:
+    """Raises DataError where settings and the post-processor put other marks around a text."""
+    own_class, said = tokenizer_marks.class_of(files), files.json(CONFIG)
+    if files.kind != "tokenizers" or own_class not in OF_AROUND:
+        return
+    tokens = inner.encode("a").tokens
+    for name, at, default in (("bos_token", 0, OF_AROUND[own_class]), ("eos_token", -1, False)):
+        key, is_added = f"add_{name}", tokens[at] == marks.named.get(name)
+        if name in marks.named and said.get(key, default) != is_added:
+            shown = json.dumps(said.get(key, default))
+            shown += "" if key in said else f", the default of {own_class}"
+            fix = f"write {key}: {json.dumps(is_added)} if the model was trained so; or let "
+            fix += "transformers 4 write the folder: AutoTokenizer.from_pretrained(DIR)"
+            where = str(files.files.get(CONFIG, files.main))
+            fix += ".save_pretrained(NEW_DIR)"
+            raise DataError(where, f"has another {key} than {MAIN}", found=shown, fix=fix)
 
 
 def _begins_with_space(split: Any, normalizer: Any) -> bool | None:

@@ -373,6 +373,11 @@ class ConfigJson:
         names = (*rule.needs, *rule.takes)
         found = {name: section[name] for name in names if section.get(name) is not None}
         if ORIGINAL in rule.needs:
+            of_both = {self.get(ORIGINAL), found.get(ORIGINAL)} - {None}
+            if len(of_both) > 1:  # version 5 takes the outer one, and version 4 mostly the other
+                problem = f"contradicts {key}.{ORIGINAL} = {found[ORIGINAL]}"
+                fix = "make both what the model was trained with"
+                raise self.refusal(ORIGINAL, problem, self.get(ORIGINAL), fix)
             # As the class fills it in.
             found.setdefault(ORIGINAL, self.get(ORIGINAL) or context)
             original = self.number(f"{key}.{ORIGINAL}", found[ORIGINAL], int)

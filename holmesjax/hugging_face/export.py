@@ -29,6 +29,11 @@ from holmesjax.hugging_face.safetensors_file import DTYPES
 from holmesjax.hugging_face.tensors import WIDE, Place, places, shapes_of
 
 DTYPE_OF = {"float32": "F32", "bfloat16": "BF16"}  # names of settings -> names of the format
+# Settings of generation that are ids or words of a tokenizer, beside those named as ids of tokens.
+OF_TOKENS = (
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"),
+    *("forced_decoder_ids", "sequence_bias", "stop_strings"),
+)
 MODE = 0o755  # of the folder, as `mkdir` gives it
 
 Shapes = dict[str, tuple[int, ...]]
@@ -85,7 +90,7 @@ def write(
     """
     of_tokens = {} if tokenizer is None else tokenizer.exported(config["model_type"])
     ids = _ids(config, kept, tokenizer)
-    generation = _generation(kept) | ids
+    generation = _generation(kept, tokenizer) | ids
     with whole_folder(out) as whole:
         names = _write_weights(whole, config, model, layers, max_bytes)
         tokenizer_files.write_all(whole, of_tokens)
@@ -108,13 +113,17 @@ def _ids(config: Json, kept: Path | None, tokenizer: FileTokenizer | None) -> Js
     return came | {key: x for key, x in own.items() if x is not None}
 
 
-def _generation(kept: Path | None) -> Json:
-    """The settings of generation that came with a model, but for those of its tokens."""
+def _generation(kept: Path | None, tokenizer: FileTokenizer | None) -> Json:
+    """The settings of generation that came with a model, but for those of its marks.
+
+    Beside another tokenizer than that which came with it, all that are of tokens stay behind.
+    """
     if kept is None or not (kept / GENERATION).is_file():
         return {}
     said = json_file.read(kept / GENERATION)
-    of_tokens = ("_token_id", "_token_ids")
-    return {k: x for k, x in said.items() if not k.endswith(of_tokens) and not k.startswith("_")}
+    is_other = tokenizer is not None and not tokenizer.is_of(kept)
+    left = ("_token_id", "_token_ids", *(OF_TOKENS if is_other else ()))
+    return {k: x for k, x in said.items() if not k.endswith(left) and not k.startswith("_")}
 
 
 @contextlib.contextmanager

@@ -252,6 +252,32 @@ def test_fields_that_no_text_has_are_said(tmp_path, folder):
     assert said == "1 (picture: 1, x.png); fields of dialogues: id, system, source"
 
 
+def test_what_a_template_does_not_show_is_refused_or_said(tmp_path, folder):
+    """Words and calls of a message that leave no trace in the text; other fields are named."""
+    shown = "{% if m.role in ('user', 'assistant') %}{{ m.thinking }}"
+    hides = MARKED.replace("%}<|im_start|>", f"%}}{shown}<|im_start|>", 1)
+    hides = hides.replace("{% endfor %}", "{% endif %}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(hides)
+    first, second = TURNS[:2]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    tokenizer = tokenizer_files.load(folder)
+    for hidden, problem in (
+        ([{"role": "system", "content": "Be brief, and kind to all."}, first, second], "message 1"),
+        ([first, {"role": "tool", "content": "i"}, second], "message 2"),  # i is in "hi"
+        ([first, call], "tool_calls in message 2"),
+    ):
+        corpus = write(tmp_path, [{"messages": hidden}])
+        with pytest.raises(DataError, match=rf"byte 0: .* not show\n.*{problem}"):
+            chat.read(settings(corpus, folder), LENGTH)
+        if "tool" not in problem:
+            with pytest.raises(DataError, match=r"--chat: .* not show"):
+                tokenizer.answer_prompt(hidden[:-1])
+    thought = {**second, "reasoning": "so", "name": "A", "weight": 1, "audio": None}
+    corpus = write(tmp_path, [{"messages": [first, thought]}])
+    said = chat.read(settings(corpus, folder), LENGTH).left_out
+    assert said == "fields of messages: name"
+
+
 def test_a_template_sees_the_variables_of_a_run_and_of_a_line(tmp_path, folder):
     """Those of `apply_chat_template(..., **chat_template_kwargs)`; a line's are the last."""
     think = "{% if thinks is defined and not thinks %}<no>{% endif %}"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from holmesjax.config import ModelConfig
+from holmesjax.config.rotary import ORIGINAL
 from holmesjax.errors import ConfigError, HolmesError
 from holmesjax.hugging_face import config_json, config_json_export
 from holmesjax.hugging_face.config_json import ConfigJson
@@ -89,7 +90,7 @@ def test_what_is_written_means_the_same_in_either_spelling_of_rotary_positions(f
         back = ModelConfig(**read(family, **values))
         assert canonical(back) == canonical(model)
     defaults = config_json.FAMILIES[family].defaults
-    assert defaults.keys() - written.keys() <= {config_json.ORIGINAL}, "every key is written"
+    assert defaults.keys() - written.keys() <= {ORIGINAL}, "every key is written"
 
 
 def test_a_file_with_both_spellings_means_what_transformers_makes_of_it():
@@ -173,6 +174,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_bias": True}, "attention_bias"),
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
+    (
+        "qwen2",
+        {ORIGINAL: 8, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 16}},
+        ORIGINAL,
+    ),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (

@@ -182,12 +182,21 @@ def test_a_mark_with_a_name_has_its_flags(tmp_path):
             "another add_prefix_space than tokenizer.json",
         ),
         ("cased", {}, "mpnet", "another do_lower_case than tokenizer.json"),  # true by default
+        ("llama3", {"add_bos_token": False}, None, "another add_bos_token than tokenizer.json"),
+        ("llama3", {"add_eos_token": True}, None, "another add_eos_token than tokenizer.json"),
+        (
+            "byte-level",
+            {"tokenizer_class": "GemmaTokenizerFast", "bos_token": SPECIAL[1]},
+            None,
+            "another add_bos_token than .*\n  found: true, the default of GemmaTokenizer",
+        ),
     ],
 )
 def test_settings_that_contradict_the_pieces_are_refused(kind, config, model, problem, tmp_path):
     """Classes of transformers 5 and 4.57 follow the settings, whatever tokenizer.json says.
 
-    GPT2Tokenizer begins a text with a space, and BertTokenizer keeps capital letters.
+    GPT2Tokenizer begins a text with a space, and BertTokenizer keeps capital letters. Where a text
+    gets its marks, version 4 follows the settings, and version 5 tokenizer.json.
     """
     path = KINDS["word-piece" if kind == "cased" else kind](tmp_path / "t")
     if kind == "cased":
@@ -209,6 +218,7 @@ def test_settings_that_contradict_the_pieces_are_refused(kind, config, model, pr
         {"tokenizer_class": "BertTokenizer", "strip_accents": True},  # null of tokenizer.json, too
         {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False},  # reads no such key
         {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},  # reads no such key
     ],
 )
 def test_settings_that_mean_what_the_pieces_do_are_no_contradiction(config, tmp_path):
@@ -359,7 +369,7 @@ def test_a_class_of_llama_over_pieces_of_bytes_gives_no_marks(tmp_path):
     path = write(tmp_path / "t", tokenizer, {**config, "eos_token": "</s>"})
     with pytest.raises(DataError, match="does not say what bos_token is"):
         tokenizer_files.load(path)
-    said = {"bos_token": "<s>", "eos_token": "</s>"}
+    said = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
     (path / "tokenizer_config.json").write_text(json.dumps(config | said))
     assert tokenizer_files.load(path).template.render(HI) == "<s>"
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "x"}))
@@ -453,6 +463,7 @@ def test_an_export_mixes_no_two_tokenizers(tmp_path, capsys):
     base, out = tmp_path / "base", tmp_path / "out"
     write_model(base, bos_token_id=0)
     settings = {"temperature": 0.6, "eos_token_id": [0], "_from_model_config": True}
+    settings |= {"suppress_tokens": [7], "bad_words_ids": [[8]], "stop_strings": ["<|fim|>"]}
     files = {
         "chat_template__jinja": "OLD{% for m in messages %}<|fim|>{{ m.content }}{% endfor %}",
         "special_tokens_map__json": {"eos_token": "<|endoftext|>"},
