@@ -32,6 +32,7 @@ TABLES_ABOUT = ("_metadata", "_common_metadata")  # parquet files about the othe
 ABOUT_TABLES = "metadata of parquet files"
 OTHER_JSON = "JSON without an object in a line"  # arrays of texts, rows in arrays, texts
 POINTER = "pointer of Git LFS"  # in place of a large file
+TAGGED = "documents between tags"  # of WikiExtractor, TREC and MediaWiki; as text all would be one
 
 MAGIC = {
     b"PAR1": PARQUET,
@@ -58,6 +59,8 @@ WARC = re.compile(rb"WARC/\d\.\d\r?\n")
 SAFETENSORS = re.compile(rb".{4}\0{4}\{\s*\"", re.DOTALL)  # the length of a header in JSON, and it
 # Lists and arrays, by the protocols of Python 3 and the older ones.
 PICKLE = re.compile(rb"\x80(?:[\4\5]\x95.{4}\0{4}|[\2\3](?:[\]}]q\0|cnumpy))", re.DOTALL)
+TAGS = re.compile(rb"\s*<(doc id=\"|DOC>\s*<DOCNO>|mediawiki\s)")
+SEQUENCE = b"\x1e{"  # RFC 7464
 POINTED = re.compile(rb"version https://git-lfs\.github\.com/spec/.*\noid sha256:", re.DOTALL)
 POINTER_BYTES = 1024  # at most, by the specification of Git LFS
 CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # in no text
@@ -211,7 +214,9 @@ def _content(head: bytes, *, is_whole: bool) -> str:
         return BINARY if is_of_both or is_rare else UTF_16
     if _is_lines(head, is_whole=is_whole):
         return LINES
-    if _is_arrays(head):
+    if TAGS.match(head):
+        return TAGGED
+    if head.startswith(SEQUENCE) or _is_arrays(head):
         return OTHER_JSON
     if _is_array(head, is_whole=is_whole):
         return ARRAY

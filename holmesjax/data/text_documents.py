@@ -192,7 +192,26 @@ def _rows(path: Path, kind: FileKind, column: str) -> Iterator[tuple[str, str]]:
                 problem = f"has another number of cells than the {len(names)} names of columns"
                 fix = "put cells with commas and quotes into quotes, and double those inside"
                 raise DataError(where, problem, found=len(row), fix=fix)
-            yield where, row[names.index(column)]
+            cell = row[names.index(column)]
+            if kind.content == TSV and _is_quoted(cell, is_alone=len(names) == 1):
+                problem = "has a cell in quotes, which TSV does not have"
+                fix = "name the file .csv and write commas, or write JSON lines"
+                raise DataError(where, problem, found=cell[:SHOWN], fix=fix)
+            yield where, cell
+
+
+def _is_quoted(cell: str, *, is_alone: bool) -> bool:
+    """Tells whether a writer of CSV has put a cell into quotes: it has doubled those inside.
+
+    Where no other column is, a line may be no more than the first one of such a cell.
+    """
+    if not cell.startswith('"'):
+        return False
+    inside = cell[1:-1]
+    is_doubled = '""' in inside and '"' not in inside.replace('""', "")
+    return (len(cell) > 1 and cell.endswith('"') and is_doubled) or (
+        is_alone and cell.count('"') % 2 == 1
+    )
 
 
 def refuse_half_characters(text: str, where: str) -> None:

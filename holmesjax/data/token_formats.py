@@ -275,6 +275,8 @@ def _open_megatron(path: Path, about: Path) -> TokenFile:
     dtype = np.dtype(CODES[code])
     num_tokens = _check_sequences(about, length_S, offset_S, dtype.itemsize)
     _check_entries(about, first_D, num_sequences)
+    if size > least:
+        _check_modes(about, NumberFile(file, np.dtype("<i1"), num_sequences, least))
     documents = MegatronDocuments(SortedNumbers(offset_S), SortedNumbers(first_D), dtype.itemsize)
     return TokenFile(
         path=path,
@@ -357,6 +359,15 @@ def _check_entries(path: Path, first_D: NumberFile, num_sequences: int) -> None:
             problem = f"must have documents from sequence 0 to {num_sequences:,}"
             wrong(path, problem, f"{chunk_D[place]} at byte {first_D.byte_of(first + place):,}")
         before = int(chunk_D[-1])
+
+
+def _check_modes(path: Path, mode_S: NumberFile) -> None:
+    """Raises DataError for sequences that are no text, such as those of pictures."""
+    for first, chunk_S in mode_S.chunks():
+        if chunk_S.any():
+            place = int(np.argmax(chunk_S != 0))
+            found = f"sequence {first + place:,} of mode {chunk_S[place]}"
+            wrong(path, "must have text alone", found)
 
 
 def _map(path: Path, dtype: np.dtype, count: int, *, of: str, about: Path) -> NumberFile:

@@ -117,6 +117,16 @@ NOT_READ = {
     "texts.json.gz": (gzip.compress(b'"one"\n"two"\n'), "JSON without an object in a line in gzip"),
     "arrays.json": (f"{ARRAY}\n{ARRAY}\n".encode(), "JSON without an object in a line"),
     "arrays.jsonl": (f"{ARRAY}\n".encode() * 1000, "JSON without an object in a line"),
+    "sequence.json-seq": (
+        b'\x1e{"text": "a"}\n\x1e{"text": "b"}\n',
+        "JSON without an object in a line",
+    ),
+    "wiki_00": (b'<doc id="1" url="u" title="A">\nA\n</doc>\n', "documents between tags"),
+    "trec": (b"<DOC>\n<DOCNO>1</DOCNO>\nA\n</DOC>\n", "documents between tags"),
+    "dump.xml.bz2": (
+        bz2.compress(b'<mediawiki xmlns="x">\n<page>'),
+        "documents between tags in bzip2",
+    ),
     "no_mark.txt": ("text of Windows".encode("utf-16-le"), "UTF-16 without a mark"),
     "_SUCCESS": (b"", "empty file"),  # of Spark
     "none.gz": (gzip.compress(b""), "empty file in gzip"),
@@ -250,7 +260,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     os.mkfifo(corpus / "pipe")
     assert tokenized(corpus, "--out", tmp_path / "none") == 2  # of nothing that is read
     said = capsys.readouterr().err
-    assert "holds no text\n  found: nothing but what is not read: 19 (" in said
+    assert "holds no text\n  found: nothing but what is not read: 23 (" in said
     (corpus / "a.jsonl").write_bytes(RAW)
     kinds = [*(kind for _, kind in NOT_READ.values()), "hidden file or folder", "pipe, socket"]
     out = tmp_path / "out"
@@ -514,6 +524,10 @@ def test_quotes_are_of_csv_alone(tmp_path):
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"one\n2\ttwo" he said\n')
     assert documents(tmp_path / "a.csv") == ['one "two",\nthree']
     assert documents(tmp_path / "a.tsv") == ['"one', 'two" he said']
+    for content in ('id\ttext\n1\t"he said ""hi"""\n', 'text\n"one\ntwo"\n'):  # as pandas writes
+        (tmp_path / "a.tsv").write_text(content)
+        with pytest.raises(DataError, match=r"line 2: has a cell in quotes, which TSV does not"):
+            documents(tmp_path / "a.tsv")
 
 
 def test_damage_behind_the_beginning_of_a_file_is_refused(tmp_path):

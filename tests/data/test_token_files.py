@@ -93,6 +93,12 @@ def test_a_file_of_megatron_has_the_golden_bytes_and_its_documents(tmp_path):
     train = read(path).train
     assert [train[i].tokens.tolist() for i in range(2)] == [[1, 2, 3, 4], [4, 5, 6, 7]]
     assert [np.flatnonzero(train[i].begins).tolist() for i in range(2)] == [[0], [2]]
+    index = path.with_suffix(".idx")
+    index.write_bytes(index.read_bytes() + bytes(len(DOCUMENTS)))
+    assert len(read(path).train) == 2
+    index.write_bytes(index.read_bytes()[:-1] + b"\1")  # the mode of pictures
+    with pytest.raises(DataError, match=r"a.idx: must have text alone\n  found: .* of mode 1"):
+        read(path)
 
 
 @pytest.mark.parametrize("write", [write_own, write_megatron])
