@@ -13,6 +13,7 @@ from holmesjax import hub_names, job
 from holmesjax.config import AUTO, OF_DIALOGUES, ModelConfig
 from holmesjax.data import chat_template, tokenizer_files
 from holmesjax.data.chat_template import ChatTemplate
+from holmesjax.data.tokenizer_paths import GENERATION
 from holmesjax.distributed.messages import Texts
 from holmesjax.errors import ConfigError, DamagedError
 from holmesjax.files import json_text, yaml_files
@@ -24,12 +25,21 @@ from holmesjax.generation.sampler import (
     tokenizer_of,
 )
 from holmesjax.generation.sampling import Sampling
+from holmesjax.hugging_face import json_file
 from holmesjax.plan.device_pool import DevicePool
 from holmesjax.runtime import program_cache
 from launch.generation_job import GenerationJob
 from launch.launchers import table
 from launch.launchers.table import LAUNCHERS
 
+# Settings of a generation_config.json that would change a text; the options of the command count.
+SHAPE_TEXTS = (
+    *("bad_words_ids", "begin_suppress_tokens", "encoder_repetition_penalty", "epsilon_cutoff"),
+    *("eta_cutoff", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+    *("guidance_scale", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size"),
+    *("num_beams", "penalty_alpha", "repetition_penalty", "sequence_bias", "stop_strings"),
+    *("suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p"),
+)
 Complete = Callable[..., tuple[list[Continuation], Any]]  # as `Sampler.complete`
 
 
@@ -52,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         said = [chat_template.read_messages(Path(args.messages))]
     make = _of_processes if args.launcher else _of_run if is_run else _of_weights
     complete, tokenizer = make(folder, args)
+    _say_unused(tokenizer)
     known: Sequence[str | Sequence[int]] = prompts
     ends: Sequence[int] | None = None
     if is_chat:
@@ -80,6 +91,17 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()  # before the line of the other stream, which may go to the same file
     print(rate, file=sys.stderr)
     return 0
+
+
+def _say_unused(folder: Path) -> None:
+    """Names the settings that came with a model and that no option stands for by itself."""
+    if not (folder / GENERATION).is_file():
+        return
+    said = json_file.read(folder / GENERATION)
+    given = [name for name in SHAPE_TEXTS if said.get(name) not in (None, 0, [], {})]
+    if given:
+        shown = ", ".join(f"{name} {json_file.shown(said[name])}" for name in given)
+        _warn(f"not used    {GENERATION}: {shown}")
 
 
 def _refuse_wrong(args: argparse.Namespace) -> None:

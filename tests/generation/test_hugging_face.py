@@ -53,8 +53,14 @@ def test_generate_reads_a_folder(tmp_path, capsys):
     assert "holds no tokenizer" in capsys.readouterr().err
     write_bpe(write_corpus(tmp_path / "corpus"), path)
     words = ["--prompt", "def", "--max-tokens=5", "--temperature=0"]
+    said = {"top_k": 20, "repetition_penalty": 1.05, "suppress_tokens": [7], "do_sample": True}
+    said |= {"bad_words_ids": None, "_from_model_config": True}
+    (path / "generation_config.json").write_text(json.dumps(said))
     assert main(["generate", str(path), *words]) == 0
-    assert capsys.readouterr().out.startswith("def")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("def")
+    unused = "repetition_penalty 1.05, suppress_tokens [7], top_k 20"
+    assert f"not used    generation_config.json: {unused}\n" in printed.err
     assert main(["generate", str(path), "--as-planned"]) == 2
     assert "python -m launch import" in capsys.readouterr().err
     assert main(["generate", str(tmp_path)]) == 2
