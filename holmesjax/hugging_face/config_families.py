@@ -54,6 +54,7 @@ ANY: dict[str, tuple[Any, ...]] = {
     # Of all classes of transformers 5: attention to later tokens, and values by layer.
     "is_causal": (True,),
     "per_layer_config": (None, {}),
+    "compression_config": (None, {}),  # an older name of quantization_config
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NO_EXPERTS: dict[str, tuple[Any, ...]] = {key: (None, 0) for key in EXPERT_COUNTS}

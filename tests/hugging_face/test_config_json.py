@@ -180,6 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ORIGINAL,
     ),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"compression_config": {"quant_method": "x"}}, "compression_config"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (
         "deepseek_v3",
