@@ -267,12 +267,12 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     assert tokenized(corpus, "--out", out) == 0
     said = capsys.readouterr()
     for words in (said.out, said.err):
-        assert "left out: 19 (" in words
+        assert "left out: 23 (" in words
         assert all(f"{kind}" in words for kind in kinds)
     assert main(["data", str(corpus), "model.context_length=16"]) == 0
-    assert "left out    19 (" in capsys.readouterr().out
+    assert "left out    23 (" in capsys.readouterr().out
     assert main(["tokenizer", str(corpus), "--vocab", "300", "--out", str(out / "b.json")]) == 0
-    assert "left out: 19 (" in capsys.readouterr().out
+    assert "left out: 23 (" in capsys.readouterr().out
     (out / "more.jsonl").write_bytes(RAW)
     (out / "b.json").rename(out / "other.json")
     (out / "empty.gz").touch()
