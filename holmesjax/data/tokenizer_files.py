@@ -190,9 +190,9 @@ class FileTokenizer:
         whole = template.render(messages, add_generation_prompt=True)
         hidden = template.hidden(whole, messages, add_generation_prompt=True)
         if hidden is not None:
-            found = f"{messages[hidden]['role']}, message {hidden + 1}"
+            shown = f"{messages[hidden]['role']}, message {hidden + 1}"
             where, fix = chat_template.WHERE, chat_template.SHOW
-            raise DataError(where, chat_template.HIDDEN, found=found, fix=fix)
+            raise DataError(where, chat_template.HIDDEN, found=shown, fix=fix)
         return self.rendered(whole)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -417,7 +417,7 @@ def _refuse_other_around(files: TokenizerFiles, inner: Any, marks: Marks) -> Non
     own_class, said = tokenizer_marks.class_of(files), files.json(CONFIG)
     if files.kind != "tokenizers" or own_class not in OF_AROUND:
         return
-    tokens = inner.encode("a").tokens
+    tokens = inner.encode("a").tokens or [""]
     for name, at, default in (("bos_token", 0, OF_AROUND[own_class]), ("eos_token", -1, False)):
         key, is_added = f"add_{name}", tokens[at] == marks.named.get(name)
         if name in marks.named and said.get(key, default) != is_added:

@@ -1,5 +1,6 @@
 """The supervisor hears what processes tell, or do not: real ones, which only talk."""
 
+import json
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from launch import failure_diagnosis
 from launch.attempt import Attempt
 from launch.job_saves import JobSaves
 from launch.loop_watch import LoopWatch
+from launch.restarts import RECORD
 from tests.jobs import HANG_S
 from tests.launch.scripted_supervisor import GLOO, LOSS, MISTAKE, supervise, told
 
