@@ -43,6 +43,7 @@ from holmesjax.distributed.messages import (
 )
 from holmesjax.distributed.store_hub import StoreHub
 from holmesjax.errors import (
+    CheckpointError,
     DamagedError,
     DataError,
     HolmesError,
@@ -479,6 +480,9 @@ class Attempt:
         try:
             data = self._agreement.take(number, record)
             lines = self.start.check_data(data) if data else []
+        except CheckpointError:  # the code divides the data otherwise: every start meets it
+            self._has_worked = False
+            raise
         except DataError as error:
             if not self.start.step:
                 raise
@@ -507,7 +511,8 @@ class Attempt:
         A node may have lost a device since, say, or not have mounted a file system yet, or be
         another one than before.
         """
-        return may_pass(error) if self._has_worked and not self.has_trained else error
+        is_new = self._has_worked and not self.has_trained and not self.diagnosis.is_final
+        return may_pass(error) if is_new else error
 
     @property
     def _stop_limit(self) -> str:

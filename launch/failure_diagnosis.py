@@ -46,6 +46,7 @@ class FailureDiagnosis:
         self._stops, self._loop_watch, self._sees_exits = stops, loop_watch, sees_exits
         self._silence_s, self._say = silence_s, say
         self._fix = f"resume from the last checkpoint with the same command, {advice}"
+        self.is_final = False  # whether each start would meet it again
         self.blamed: str | None = None  # the node of a failure that came before any signal
 
     def of_failure(
@@ -92,6 +93,7 @@ class FailureDiagnosis:
             for line in lines:
                 self._say(f"  {line}")
             if mistake := mistake_in_flags(process.full_name, lines):
+                self.is_final = True
                 return mistake
         hangs = self._logs.hangs()
         own = hangs.pop(process.number, "")

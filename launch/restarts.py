@@ -18,6 +18,7 @@ has the record there, too: the next launcher may come on another machine, whose 
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from launch.process_logs import LOGS
 RECORD = run_folder.RESTARTS
 DEFAULT = 3  # restarts without a new step
 KEPT = 100  # entries, or as many as the limit needs
+PUBLISHED_S = 5.0  # for a copy at a URL, which holds up neither a start nor an end for longer
 ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, which no other process has
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
@@ -65,6 +67,7 @@ class Restarts:
     ):
         self._path, self._warn, self.limit = run_dir / RECORD, warn, limit
         self._mirror = mirror
+        self._newest, self._publishing = "", threading.Lock()
         self._starts = self._read()
 
     @property
@@ -177,13 +180,20 @@ class Restarts:
                 f"{error.strerror}"
             )
         if self._mirror:
-            try:
-                self._mirror.put(RECORD, content.encode())
-            except OSError as error:
-                self._warn(
-                    f"warning: {self._mirror.url}/{RECORD} cannot be written, so another machine "
-                    f"counts fewer restarts: {error.strerror}"
-                )
+            self._newest = content
+            put = threading.Thread(target=self._publish, args=(self._mirror,), daemon=True)
+            put.start()
+            put.join(PUBLISHED_S)
+
+    def _publish(self, mirror: Mirror) -> None:
+        try:
+            with self._publishing:
+                mirror.put(RECORD, self._newest.encode())
+        except Exception as error:  # whatever a client raises: it ends no job
+            self._warn(
+                f"warning: {mirror.url}/{RECORD} cannot be written, so another machine counts "
+                f"fewer restarts: {error}"
+            )
 
 
 def _is_entry(start: StartEntry) -> bool:

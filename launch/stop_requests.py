@@ -42,17 +42,18 @@ class StopRequests:
         self._give_back()
 
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
+    def at_once(self, *, finishes: bool = False) -> Iterator[None]:
         """While nothing runs that could be saved, a signal raises SystemExit where it is heard.
 
-        One that came before does so at once. The process ends within `timeout_s` even if a file
-        system or a store holds it.
+        One that came before does so at once, unless what is begun here `finishes` what has
+        happened. The process ends within `timeout_s` even if a file system or a store holds it.
         """
         self._is_at_once = True
         try:
             if self:
                 self._limit(self.first)
-                raise SystemExit(leaving(self.first))
+                if not finishes:
+                    raise SystemExit(leaving(self.first))
             yield
         finally:
             self._is_at_once = False

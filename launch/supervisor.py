@@ -21,6 +21,7 @@ from holmesjax.errors import (
     HolmesError,
     PeerError,
     SpikeError,
+    may_pass,
     of_system,
 )
 from holmesjax.hosts import computing
@@ -137,6 +138,7 @@ class Supervisor:
 
         Raises DamagedError if none is left, and PeerError where somebody else starts the processes.
         """
+        self._repair(owner)
         steps = error.steps if isinstance(error, GoneError) else [self._read_checkpoint().step]
         folders = [manifest.folder_of(self._job.run_dir, step) for step in steps]
         self._find(owner, dict.fromkeys(folders, error))
@@ -158,7 +160,8 @@ class Supervisor:
         Raises FatalError if it did so too often, and PeerError where somebody else starts the
         processes.
         """
-        with self._stops.at_once():
+        self._repair(owner)
+        with self._stops.at_once(finishes=True):  # or the next start meets the same data again
             resume.roll_back(self._job, error, say, owner, self._wait_to_see)
         if not self._can_start:
             fix = "start it again with the same command: it goes back to its last checkpoint"
@@ -181,7 +184,7 @@ class Supervisor:
         owner.guard(restarts.begin)(step)
         if self._attempt:
             self._has_worked |= self._attempt.has_trained
-            owner.guard(committed.repair)(self._job.run_dir, self._attempt.committed)
+        self._repair(owner)
         self._attempt = None
         status, cause, exception, is_meant = FatalError.exit_status, "", "", False
         try:
@@ -210,6 +213,11 @@ class Supervisor:
                 exception=exception,
             )
         return status
+
+    def _repair(self, owner: Lease) -> None:
+        """Writes the record of commits anew where somebody has cut it since the last attempt."""
+        if self._attempt:
+            owner.guard(committed.repair)(self._job.run_dir, self._attempt.committed)
 
     def _confirmed_attempt(self, owner: Lease, restart: int) -> int:
         """Lets another process read what one has found damaged; PeerError if that can read it."""
@@ -243,23 +251,27 @@ class Supervisor:
         unsave = owner.guard(job_files.save(job, start.step))  # the processes read it
         variables = job.process_environment(os.environ, self._pool)
         job_files.save_environment(job, variables)
-        with self._stops.at_once():  # a store that has a copy may be away
-            self._attempt = Attempt(
-                start,
-                restart,
-                self._launcher,
-                self._processes,
-                lease=owner,
-                stops=self._stops,
-                unsave=unsave,
-                variables=variables,
-                key_file=self._given_key_file,
-                watch=self._watch,
-                unlike=self._unlike,
-                advice=self._advice,
-                # Whoever starts the launcher again, as a scheduler does, has changed no setting.
-                has_worked=self._has_worked or bool(start.step and not start.changes),
-            )
+        # Whoever starts the launcher again, as a scheduler does, has changed no setting.
+        has_worked = self._has_worked or bool(start.step and not start.changes)
+        try:
+            with self._stops.at_once():  # a store that has a copy may be away
+                self._attempt = Attempt(
+                    start,
+                    restart,
+                    self._launcher,
+                    self._processes,
+                    lease=owner,
+                    stops=self._stops,
+                    unsave=unsave,
+                    variables=variables,
+                    key_file=self._given_key_file,
+                    watch=self._watch,
+                    unlike=self._unlike,
+                    advice=self._advice,
+                    has_worked=has_worked,
+                )
+        except HolmesError as error:  # a port that is taken, or a key that is not mounted yet
+            raise may_pass(error) if has_worked else error from None
         return self._attempt.run()
 
     def _find(

@@ -546,7 +546,9 @@ def open_run(place: str | Path, lease: Lease, say: Callable[[str], object]) -> N
     try:
         mirror.join(folder)
         mirror.pull(folder, lease, say)
-    except FileNotFoundError as error:  # of something that is written there
+    except FileNotFoundError as error:
+        if "://" not in str(error.filename):
+            raise of_system(error) from None
         fix = "correct the name in run.dir, or make the bucket"
         raise ConfigError(url, "has no bucket", found=error.strerror, fix=fix) from None
     except OSError as error:

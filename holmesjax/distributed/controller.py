@@ -125,6 +125,7 @@ class Controller:
         self._num_ready = self._num_asked = 0
         self._allow = allow
         self._comparing = threading.Lock()
+        self._waiting: set[tuple[int, str]] = set()  # for a place, and the session of the caller
         self._first: dict[int | None, MemberHello] = {}  # of the job (None), and of each stage
         self._stopping = False
         self._closed = threading.Event()
@@ -257,7 +258,11 @@ class Controller:
             reason, unlike = self._unlike(hello)
         if reason is not None:
             refused = Refused(reason=reason, unlike=tuple(unlike))
-            self.events.put(ProcessEvent(number, refused))
+            caller = (number, hello.session)  # who waits for a place calls again
+            if not reason.endswith(TAKEN) or caller not in self._waiting:
+                self.events.put(ProcessEvent(number, refused))
+            if reason.endswith(TAKEN):
+                self._waiting.add(caller)
         return reason
 
     def _unlike(self, hello: MemberHello) -> tuple[str | None, list[str]]:

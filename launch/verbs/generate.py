@@ -40,6 +40,10 @@ SHAPE_TEXTS = (
     *("num_beams", "penalty_alpha", "repetition_penalty", "sequence_bias", "stop_strings"),
     *("suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p"),
 )
+NEUTRAL_AT_1 = (
+    *("temperature", "top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty"),
+    *("guidance_scale", "num_beams"),
+)
 Complete = Callable[..., tuple[list[Continuation], Any]]  # as `Sampler.complete`
 
 
@@ -98,7 +102,8 @@ def _say_unused(folder: Path) -> None:
     if not (folder / GENERATION).is_file():
         return
     said = json_file.read(folder / GENERATION)
-    given = [name for name in SHAPE_TEXTS if said.get(name) not in (None, 0, [], {})]
+    neutral = lambda name: (None, 0, [], {}, *((1,) if name in NEUTRAL_AT_1 else ()))
+    given = [name for name in SHAPE_TEXTS if said.get(name) not in neutral(name)]
     if given:
         shown = ", ".join(f"{name} {json_file.shown(said[name])}" for name in given)
         _warn(f"not used    {GENERATION}: {shown}")

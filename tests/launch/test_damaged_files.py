@@ -202,6 +202,8 @@ def damages(verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_damaged_file_is_named_in_every_verb_and_is_no_traceback(run, verb):
     usual = 75 if verb == "job" else 0
+    # A process of a run that has trained may have seen what its file server had for a moment.
+    allowed = {2, usual, *([75] if verb == "worker" else [])}
     wrong = []
     for name, way, words in damages(verb):
 
@@ -216,7 +218,7 @@ def test_a_damaged_file_is_named_in_every_verb_and_is_no_traceback(run, verb):
         # As a crash leaves it: its last line is not whole.
         is_fine = verb not in NEEDED.get(name, ()) or (name, way) == (metrics.FILE, cut)
         is_told = is_named or (found.returncode == usual and is_fine)
-        if not is_told or found.returncode not in (2, usual) or "Traceback" in said:
+        if not is_told or found.returncode not in allowed or "Traceback" in said:
             wrong.append(f"{words} {name}: {found.returncode} {said[-300:]}")
     assert not wrong, "\n".join(wrong)
 

@@ -4,15 +4,17 @@ import json
 import os
 import signal
 import threading
+from unittest import mock
 
 import pytest
 
-from holmesjax.checkpoints import committed, manifest, skipped_data
+from holmesjax.checkpoints import committed, manifest, resume, skipped_data
 from holmesjax.checkpoints.skipped_data import Skipped
 from holmesjax.errors import CheckpointError, FatalError, HolmesError, PeerError
 from holmesjax.hosts import computing
 from holmesjax.report import metrics
 from launch import restarts
+from launch.attempt import Attempt
 from launch.restarts import RECORD, Restarts
 from tests.disks import disk
 from tests.launch.scripted_supervisor import GLOO, LOSS, LOST, MISTAKE, saving, supervise, told
@@ -212,6 +214,23 @@ def test_a_new_launcher_takes_a_mistake_for_one_only_if_a_setting_has_changed(
     with pytest.raises(HolmesError, match="has 7 devices") as error:
         supervisor.run()
     assert error.value.exit_status == status
+
+
+def test_a_later_start_may_find_its_port_free_but_not_the_order_of_other_code(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(PeerError):
+        supervise(tmp_path, saving(5))[0].run()
+    read = {"digests": {"order": "12"}, "source": "here"}
+    reads = {number: [["tell", "compiled", read]] for number in range(3)}
+    other = CheckpointError("data", "has another order", found="new code", fix="use the old one")
+    monkeypatch.setattr(resume.Start, "check_data", mock.Mock(side_effect=other))
+    with pytest.raises(CheckpointError, match="has another order"):
+        supervise(tmp_path, reads)[0].run()
+    taken = HolmesError("--listen", "is taken", found="127.0.0.1:7", fix="end who has it")
+    monkeypatch.setattr(Attempt, "_open_controller", mock.Mock(side_effect=taken))
+    with pytest.raises(PeerError, match="is taken"):
+        supervise(tmp_path, reads)[0].run()
 
 
 def test_a_pause_ends_when_the_job_is_asked_to(tmp_path, monkeypatch):
