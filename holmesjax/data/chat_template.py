@@ -16,7 +16,7 @@ import re
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ CLOCK = "strftime_now"  # a function for templates; as a variable, the date that
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"  # no characters of any text, by Unicode's own rule
 ANSWER = "Yes"  # whose end is looked for
+THOUGHT = "</think>"  # the end of thoughts in the words of an answer
 SHORT = 16  # characters that may be elsewhere in a text by chance
 HIDDEN = "has what the chat template does not show"
 SHOW = "leave these words out, or use a tokenizer whose template shows them"
@@ -182,10 +183,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> int | None:
-        """The first message whose words change nothing of the text of its dialogue; None: all do.
+        """The first message of which a part changes nothing of its dialogue's text; None: all do.
 
-        Words that are not in the text as they are may be there in another form, and short ones by
-        chance. So the text is made again with other words.
+        The parts are its words, each of its calls of tools, and the thoughts of the last answer:
+        templates leave out earlier ones on purpose. Words that are not in the text as they are may
+        be there in another form, and short ones by chance. So the text is made again with others.
 
         Args:
           whole: the text.
@@ -194,19 +196,16 @@ class ChatTemplate:
           own: variables of the dialogue.
           add_generation_prompt: whether the text ends with the prompt of an answer.
         """
+        asks = add_generation_prompt
         for number, message in enumerate(messages):
-            words = (message.get("content") or "").strip()
-            if not words or (len(words) > SHORT and words in whole):
-                continue
-            others = [*messages]
-            others[number] = {**message, "content": message["content"] + ANSWER}
-            try:
-                asks = add_generation_prompt
-                text = self.render(others, tools, own, add_generation_prompt=asks)
-            except DataError:  # of these words alone
-                continue
-            if text == whole:
-                return number
+            for other in _others(message, whole, is_last=number == len(messages) - 1):
+                changed = [*messages[:number], other, *messages[number + 1 :]]
+                try:
+                    text = self.render(changed, tools, own, add_generation_prompt=asks)
+                except DataError:  # of these words alone
+                    continue
+                if text == whole:
+                    return number
         return None
 
     def reads(self, name: str, tools: Tools = None) -> bool:
@@ -303,6 +302,23 @@ class ChatTemplate:
         fix = f"set data.chat_template_kwargs={_example()}; where the run has begun before, set "
         fix += "the day on which it began, and add --allow data.chat_template_kwargs"
         raise DataError(self.where, problem, found=f"{CLOCK}({form!r})", fix=fix)
+
+
+def _others(message: Message, whole: str, *, is_last: bool) -> Iterator[Message]:
+    """The message with one part made another one, for each part that a text must show."""
+    content = message.get("content") or ""
+    words = content.strip() if isinstance(content, str) else ""
+    if words and (len(words) <= SHORT or words not in whole):
+        yield {**message, "content": content + ANSWER}
+    if is_last and message["role"] == "assistant" and THOUGHT in words:
+        yield {**message, "content": content.replace(THOUGHT, ANSWER + THOUGHT, 1)}
+    given = message.get("tool_calls")
+    calls = given if isinstance(given, list) else []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            called = {**call, "function": {**function, "name": function["name"] + ANSWER}}
+            yield {**message, "tool_calls": [*calls[:number], called, *calls[number + 1 :]]}
 
 
 def _cpu_s(thread: threading.Thread) -> float:

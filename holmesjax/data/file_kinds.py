@@ -59,7 +59,7 @@ WARC = re.compile(rb"WARC/\d\.\d\r?\n")
 SAFETENSORS = re.compile(rb".{4}\0{4}\{\s*\"", re.DOTALL)  # the length of a header in JSON, and it
 # Lists and arrays, by the protocols of Python 3 and the older ones.
 PICKLE = re.compile(rb"\x80(?:[\4\5]\x95.{4}\0{4}|[\2\3](?:[\]}]q\0|cnumpy))", re.DOTALL)
-TAGS = re.compile(rb"\s*<(doc id=\"|DOC>\s*<DOCNO>|mediawiki\s)")
+TAGS = re.compile(rb"\s*<(?:(?:doc|DOC) id=\"|DOC>\s*<DOC(?:NO|ID)>|mediawiki\s)")
 SEQUENCE = b"\x1e{"  # RFC 7464
 POINTED = re.compile(rb"version https://git-lfs\.github\.com/spec/.*\noid sha256:", re.DOTALL)
 POINTER_BYTES = 1024  # at most, by the specification of Git LFS

@@ -168,6 +168,7 @@ def _rows(path: Path, kind: FileKind, column: str) -> Iterator[tuple[str, str]]:
         lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
         rows = csv.reader(lines, DIALECTS[kind.content], strict=True)
         names: list[str] | None = None
+        opened: tuple[str, str] | None = None  # a row that may be the first line of a cell
         while True:
             try:
                 row = next(rows, None)
@@ -193,25 +194,30 @@ def _rows(path: Path, kind: FileKind, column: str) -> Iterator[tuple[str, str]]:
                 fix = "put cells with commas and quotes into quotes, and double those inside"
                 raise DataError(where, problem, found=len(row), fix=fix)
             cell = row[names.index(column)]
-            if kind.content == TSV and _is_quoted(cell, is_alone=len(names) == 1):
+            if kind.content == TSV and (begun := opened if _closes(cell) else None):
+                where, cell = begun
+            if kind.content == TSV and (begun or _is_quoted(cell)):
                 problem = "has a cell in quotes, which TSV does not have"
                 fix = "name the file .csv and write commas, or write JSON lines"
                 raise DataError(where, problem, found=cell[:SHOWN], fix=fix)
+            if len(names) == 1 and cell.startswith('"') and cell.count('"') % 2:
+                opened = where, cell
             yield where, cell
 
 
-def _is_quoted(cell: str, *, is_alone: bool) -> bool:
-    """Tells whether a writer of CSV has put a cell into quotes: it has doubled those inside.
-
-    Where no other column is, a line may be no more than the first one of such a cell.
-    """
-    if not cell.startswith('"'):
-        return False
+def _is_quoted(cell: str) -> bool:
+    """Tells whether a writer of CSV has put a cell into quotes: it has doubled those inside."""
     inside = cell[1:-1]
     is_doubled = '""' in inside and '"' not in inside.replace('""', "")
-    return (len(cell) > 1 and cell.endswith('"') and is_doubled) or (
-        is_alone and cell.count('"') % 2 == 1
-    )
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and is_doubled
+
+
+def _closes(cell: str) -> bool:
+    """Tells whether a line may be the last one of a cell in quotes that an earlier one has opened.
+
+    Speech that goes on in the next line opens with quotes there, too.
+    """
+    return cell.endswith('"') and cell[0] != '"' and cell.count('"') % 2 == 1
 
 
 def refuse_half_characters(text: str, where: str) -> None:

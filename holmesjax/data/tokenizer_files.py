@@ -294,17 +294,19 @@ def load(path: str | Path, variables: Mapping[str, Any] | None = None) -> FileTo
       path: a folder, or the file with the pieces.
       variables: for its chat template, as `data.chat_template_kwargs`.
     """
+    is_copy = Path(path).name == FOLDER and (Path(path).parent / METRICS).is_file()
     try:
-        return _loaded(path, variables)
+        return _loaded(path, variables, has_trained=is_copy)
     except DataError as error:
-        is_copy = Path(path).name == FOLDER and (Path(path).parent / METRICS).is_file()
         if not is_copy:
             raise
         fix = f"{error.fix}; an earlier version that began the run still takes it"
         raise DataError(error.where, error.problem, found=error.found, fix=fix) from None
 
 
-def _loaded(path: str | Path, variables: Mapping[str, Any] | None) -> FileTokenizer:
+def _loaded(
+    path: str | Path, variables: Mapping[str, Any] | None, *, has_trained: bool
+) -> FileTokenizer:
     files = find(path)
     tokenizer_marks.refuse_other_pieces(files)
     converted = tokenizer_conversions.of(files)
@@ -321,7 +323,8 @@ def _loaded(path: str | Path, variables: Mapping[str, Any] | None) -> FileTokeni
     _refuse_new_end(files, converted.inner, marks)
     _refuse_drawn_pieces(files, converted.inner)
     _refuse_contradictions(files, converted.inner)
-    _refuse_other_around(files, converted.inner, marks)
+    if not has_trained:  # with the marks of its pieces, and an export says that to all versions
+        _refuse_other_around(files, converted.inner, marks)
     tokenizer_marks.add(converted.inner, marks)
     tokenizer_marks.refuse_other_ids(files, converted.inner)
     model_ends = tokenizer_marks.ends(files)
@@ -420,13 +423,13 @@ def _refuse_other_around(files: TokenizerFiles, inner: Any, marks: Marks) -> Non
     tokens = inner.encode("a").tokens or [""]
     for name, at, default in (("bos_token", 0, OF_AROUND[own_class]), ("eos_token", -1, False)):
         key, is_added = f"add_{name}", tokens[at] == marks.named.get(name)
-        if name in marks.named and said.get(key, default) != is_added:
+        if name in marks.named and bool(said.get(key, default)) != is_added:
             shown = json.dumps(said.get(key, default))
             shown += "" if key in said else f", the default of {own_class}"
-            fix = f"write {key}: {json.dumps(is_added)} if the model was trained so; or let "
-            fix += "transformers 4 write the folder: AutoTokenizer.from_pretrained(DIR)"
+            fix = "let transformers 4 write the folder, if the model was trained with that: "
+            fix += "AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW_DIR); or write "
+            fix += f"{key}: {json.dumps(is_added)}"
             where = str(files.files.get(CONFIG, files.main))
-            fix += ".save_pretrained(NEW_DIR)"
             raise DataError(where, f"has another {key} than {MAIN}", found=shown, fix=fix)
 
 

@@ -272,6 +272,19 @@ def test_what_a_template_does_not_show_is_refused_or_said(tmp_path, folder):
         if "tool" not in problem:
             with pytest.raises(DataError, match=r"--chat: .* not show"):
                 tokenizer.answer_prompt(hidden[:-1])
+    # Templates that leave out the second call, and thoughts before the last answer.
+    twice = {**call, "tool_calls": 2 * call["tool_calls"]}
+    thinks = {**second, "content": "long and long</think>42"}
+    for answer, words in (
+        (twice, "{{ m.content }}{{ m.tool_calls[0].function.name }}"),
+        (thinks, "{{ m.content.split('</think>')[-1] }}"),
+    ):
+        template = MARKED.replace("{{ m.content }}", words, 1)
+        (folder / "chat_template.jinja").write_text(template)
+        corpus = write(tmp_path, [{"messages": [first, answer]}])
+        with pytest.raises(DataError, match=r"not show\n.*message 2"):
+            chat.read(settings(corpus, folder), LENGTH)
+    (folder / "chat_template.jinja").write_text(hides)
     thought = {**second, "reasoning": "so", "name": "A", "weight": 1, "audio": None}
     corpus = write(tmp_path, [{"messages": [first, thought]}])
     said = chat.read(settings(corpus, folder), LENGTH).left_out

@@ -524,6 +524,8 @@ def test_quotes_are_of_csv_alone(tmp_path):
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"one\n2\ttwo" he said\n')
     assert documents(tmp_path / "a.csv") == ['one "two",\nthree']
     assert documents(tmp_path / "a.tsv") == ['"one', 'two" he said']
+    (tmp_path / "a.tsv").write_text('text\n"I went out, and then\n"I came."\nhe said\n')
+    assert documents(tmp_path / "a.tsv") == ['"I went out, and then', '"I came."', "he said"]
     for content in ('id\ttext\n1\t"he said ""hi"""\n', 'text\n"one\ntwo"\n'):  # as pandas writes
         (tmp_path / "a.tsv").write_text(content)
         with pytest.raises(DataError, match=r"line 2: has a cell in quotes, which TSV does not"):
