@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holmesjax.distributed.messages import TAKEN, ControllerHello, MemberHello
-from holmesjax.errors import PeerError, RefusedError
+from holmesjax.errors import RefusedError, may_pass
 from holmesjax.transport import connections, handshake, records
 from holmesjax.transport.connections import Connection
 from holmesjax.transport.outbox import Again, Outbox, Position, call_s
@@ -80,9 +80,7 @@ class MemberLink:
                 if not str(error.found).endswith(TAKEN):
                     raise
                 if time.monotonic() + TAKEN_S > deadline_s:
-                    raise PeerError(
-                        error.where, error.problem, found=error.found, fix=error.fix
-                    ) from None
+                    raise may_pass(error) from None
             time.sleep(TAKEN_S)
 
     def send(self, message: Mapping[str, Any]) -> None:
